@@ -1,0 +1,5 @@
+"""The vLLM connector: ``"kv_connector": "TierKVConnector", "kv_connector_module_path": "tierkv.connector"``."""
+
+from tierkv.connector.connector import TierKVConnector
+
+__all__ = ["TierKVConnector"]

@@ -6,11 +6,14 @@ through the ``memoryview`` that it gets at construction, and knows nothing of de
 The contract, which ``tierkv.testing.tier_contract`` checks for any implementation:
 
 * ``submit_store`` and ``submit_load`` return at once and never raise for a chunk's sake; each job is
-  reported by ``get_finished_jobs`` **exactly once**, whatever happens to it, ``close()`` included.
+  reported by ``get_finished_jobs`` **exactly once**, whatever happens to it, ``close()`` included:
+  chunks that were not started by then are not ok, with the reason ``closed``. Of a job without chunks
+  there is a report too. After ``close()``, ``submit_*`` raise ``TierClosedError``.
 * A tier reads (stores) or writes (loads) the bytes of a job's chunks only between its submission and
   its report.
 * A load reports ``ok`` for a chunk only if the bytes are those that were stored under exactly this
-  name, verified by the checksum that the store job carried. Anything else is a miss with a reason.
+  name, verified by the checksum that the store job carried. Anything else is a miss with a reason
+  (``absent``, or a word of ``tierkv.tiers.record.REASONS``), and the next store of the chunk writes it anew.
 * A record becomes visible whole or not at all. A chunk that is there already is not written again,
   and reported ``ok``.
 * ``lookup`` may block: it is called on a lookup thread of tierkv, never on the engine's.
@@ -35,7 +38,8 @@ class TierContext:
     view: the host region, writable, one byte an item.
     namespace: the namespace's digest, 16 bytes. description: its fields, for people (JSON-able).
     wake: to be called, from any thread, when a job has finished, so that it is collected at once;
-    without it, jobs are collected by polling.
+    without it, jobs are collected by polling. It does not raise. Call it without holding a lock, and
+    never from ``submit_*``, whose caller may hold the lock that it takes.
     """
 
     name: str

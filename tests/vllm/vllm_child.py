@@ -1,0 +1,265 @@
+"""The other end of ``vllm_harness``: a process that has imported vLLM and forks one process per engine.
+
+Started as ``python vllm_child.py SOCKET``. Each connection to the socket gets a fork of its own, with nothing
+of tierkv imported yet, which serves commands until the connection closes: a line of JSON in
+(``{"command": …, …}``), a line of JSON out (``{"result": …}`` or ``{"error": [type, message, traceback]}``).
+The import of vLLM takes several seconds, which each engine would otherwise pay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Json = dict[str, Any]
+
+
+class EngineProcess:
+    """The commands; each public method is one. At most one engine at a time, in this process."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self._requests = 0
+
+    # -- processes, files and mounts
+
+    def hello(self, log_path: str, environment: dict[str, str]) -> int:
+        """Send what the engine prints to ``log_path``, and return the process id."""
+        log = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.environ.update(environment)
+        return os.getpid()
+
+    def make_model(self, name: str, folder: str) -> None:
+        import vllm_models
+
+        vllm_models.make_model(name, folder)
+
+    def mount_read_only(self, path: str) -> None:
+        """An empty read-only file system at ``path``, seen by this process only."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        clone_newns, clone_newuser, ms_rdonly, ms_rec, ms_private = 0x20000, 0x10000000, 1, 0x4000, 1 << 18
+        uid, gid = os.getuid(), os.getgid()
+        if libc.unshare(clone_newuser | clone_newns) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        for name, content in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(content)
+        for arguments in (
+            (None, b"/", None, ms_rec | ms_private, None),
+            (b"tmpfs", path.encode(), b"tmpfs", ms_rdonly, None),
+        ):
+            if libc.mount(*arguments) != 0:
+                raise OSError(ctypes.get_errno(), "mount")
+
+    # -- the engine's life
+
+    def start(self, model: str, options: Json) -> Json:
+        from vllm import LLM
+
+        assert self.llm is None
+        self.llm = LLM(
+            model=model,
+            **{
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "dtype": "float32",
+                "block_size": 32,
+                "max_model_len": 2048,
+                "kv_cache_memory_bytes": 64 << 20,
+                "disable_log_stats": False,
+                "seed": 0,
+                **options,
+            },
+        )
+        return {"device_blocks": self.free_blocks()}
+
+    def stop(self) -> None:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def free_blocks(self) -> int:
+        """Device blocks that no request holds; cached ones are among them."""
+        return int(self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges, those of several labels added up, without the ``vllm:``."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                name = metric.name.removeprefix("vllm:")
+                found[name] = found.get(name, 0.0) + metric.value
+        return found
+
+    # -- requests
+
+    def generate(self, prompts: list[Any], together: bool, params: Json) -> list[Json]:
+        """Answer the prompts, one after the other or ``together``.
+
+        Each answer has ``tokens``, ``logprobs`` (a list of [token, logprob] for each) and, for one after
+        the other, the tokens that came from the device's prefix cache (``local``) and from the connector
+        (``external``).
+        """
+        if together:
+            return self._generate(prompts, params)
+        answers = []
+        for prompt in prompts:
+            before = self.metrics()
+            answer = self._generate([prompt], params)[0]
+            after = self.metrics()
+            for name, counter in (("local", "prefix_cache_hits"), ("external", "external_prefix_cache_hits")):
+                answer[name] = int(after.get(counter, 0) - before.get(counter, 0))
+            answers.append(answer)
+        return answers
+
+    def _generate(self, prompts: list[Any], params: Json) -> list[Json]:
+        outputs = self.llm.generate([_prompt(p) for p in prompts], self._sampling(params), use_tqdm=False)
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    @staticmethod
+    def _sampling(params: Json) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            **{"temperature": 0.0, "max_tokens": 8, "logprobs": 5, "ignore_eos": True, "detokenize": False, **params}
+        )
+
+    def submit(self, prompt: Any, params: Json) -> str:
+        """Queue a request; ``step`` runs it."""
+        request_id = f"submitted-{self._requests}"
+        self._requests += 1
+        self.llm.llm_engine.add_request(request_id, _prompt(prompt), self._sampling(params))
+        return request_id
+
+    def step(self, count: int | None, pause: float, timeout: float) -> Json:
+        """Step the engine ``count`` times, or until no request is left.
+
+        Returns ``samples`` (time and free device blocks after each step) and, by request, the ``answers``
+        of those that finished.
+        """
+        samples: list[tuple[float, int]] = []
+        answers: Json = {}
+        until = time.monotonic() + timeout
+        while (count is None or len(samples) < count) and self.llm.llm_engine.has_unfinished_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"requests unfinished after {timeout} s; {len(answers)} finished")
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    answers[output.request_id] = _answer(output.outputs[0])
+            samples.append((time.monotonic(), self.free_blocks()))
+            if pause:
+                time.sleep(pause)
+        return {"samples": samples, "answers": answers}
+
+    def drain(self, timeout: float) -> None:
+        """Step until the connector has nothing left to copy from the device, as a serving engine does."""
+        until = time.monotonic() + timeout
+        while self._core.scheduler.has_requests():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the connector still has work after {timeout} s without a request")
+            self.llm.llm_engine.step()
+            time.sleep(0.001)
+
+    # -- resets and faults
+
+    def reset(self, running: bool, connector: bool) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level=level)
+
+    def wake_up(self) -> bool:
+        return bool(self.llm.wake_up())
+
+    def call(self, function: str, arguments: Json) -> Any:
+        """``vllm_faults.function(engine process, **arguments)``."""
+        import vllm_faults
+
+        return getattr(vllm_faults, function)(self, **arguments)
+
+
+def _prompt(prompt: Any) -> Any:
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    return {"prompt_token_ids": prompt["tokens"], "cache_salt": prompt["salt"]}
+
+
+def _answer(completion: Any) -> Json:
+    logprobs = [sorted((t, p.logprob) for t, p in position.items()) for position in completion.logprobs or ()]
+    return {"tokens": list(completion.token_ids), "logprobs": logprobs}
+
+
+def serve(connection: socket.socket) -> None:
+    """Serve one connection until it closes."""
+    commands = EngineProcess()
+    stream = connection.makefile("rw", encoding="utf-8")
+    for line in stream:
+        request = json.loads(line)
+        command: Callable[..., Any] = getattr(commands, request.pop("command"))
+        try:
+            reply: Json = {"result": command(**request)}
+        except Exception as error:  # whatever the engine raises is the caller's to judge
+            traceback.print_exc()
+            reply = {"error": [type(error).__name__, str(error), traceback.format_exc()]}
+        stream.write(json.dumps(reply) + "\n")
+        stream.flush()
+
+
+def main() -> None:
+    # What every engine imports. No engine, no thread: forks of this process start as a fresh one would.
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(sys.argv[1])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    parent = os.getppid()
+    listener.settimeout(1.0)
+    while os.getppid() == parent:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            connection.settimeout(None)
+            # A group of its own, so that the engine and its workers can be killed together.
+            os.setsid()
+            try:
+                serve(connection)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        connection.close()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Tiny models with random weights, made offline: enough layers, heads and windows to make a wrong byte visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB = 512
+WINDOW = 128
+MODELS = ("llama", "mistral", "gemma3", "gpt-oss")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    # Wide enough that logits differ clearly from token to token: the default is close to uniform.
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def _config(name: str) -> Any:
+    import transformers
+
+    if name == "llama":  # one full-attention group
+        return transformers.LlamaConfig(**_COMMON, num_hidden_layers=4)
+    if name == "mistral":  # one group, every layer with a sliding window
+        return transformers.MistralConfig(**_COMMON, num_hidden_layers=4, sliding_window=WINDOW)
+    if name == "gemma3":  # five layers with a window to one without
+        return transformers.Gemma3TextConfig(
+            **_COMMON, num_hidden_layers=12, sliding_window=WINDOW, query_pre_attn_scalar=32
+        )
+    if name == "gpt-oss":  # alternating, with attention sinks and experts
+        return transformers.GptOssConfig(
+            **{**_COMMON, "intermediate_size": 128},
+            num_hidden_layers=4,
+            sliding_window=WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+
+
+def make_model(name: str, folder: str) -> None:
+    """Write the model into ``folder``, with a tokenizer of one word a token, for the server."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(_config(name)).to(torch.float32)
+    # What architectures start at zero (biases, attention sinks) would hide mistakes: move all parameters.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _tokenizer().save_pretrained(folder)
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def _tokenizer() -> Any:
+    import tokenizers
+    import transformers
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )

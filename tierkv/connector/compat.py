@@ -1,0 +1,83 @@
+"""The one file that knows how releases of vLLM differ. Supported now: 0.32."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from tierkv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SUPPORTED = (0, 32)
+
+
+def check_version(version: str = vllm.__version__) -> str | None:
+    """Refuse releases whose connector interface is older; return a warning for newer ones.
+
+    Raises:
+        UnsupportedError: with the releases that are supported.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return f"cannot tell the release of vLLM {version!r}; tierkv is tested with 0.32"
+    release = (int(found[1]), int(found[2]))
+    if release < SUPPORTED:
+        raise UnsupportedError(f"vLLM {version} is not supported; supported: 0.32")
+    return f"vLLM {version} is newer than what tierkv is tested with (0.32)" if release > SUPPORTED else None
+
+
+def layout_name(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The engine's resolved order of KV-cache dimensions, such as ``LBHNC``."""
+    return str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout or "unknown")
+
+
+def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens that one entry of ``request.block_hashes`` covers."""
+    if kv_cache_config.hash_block_size is not None:
+        return int(kv_cache_config.hash_block_size)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def hash_seed(algorithm: str) -> str:
+    """What the engine's block hashes start from; ``random:…`` if it is another one in each process.
+
+    The engine draws the seed only after it has made the connector, so its rule is followed here.
+    """
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return f"PYTHONHASHSEED={seed}"
+    if algorithm.startswith("sha256"):
+        from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+        return str(DEFAULT_NONE_HASH_SEED)
+    return f"random:{uuid.uuid4().hex}"
+
+
+def weights_directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where the files of a model are: its directory, or that of the hub's cache. None if neither is there."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception:  # whatever the hub's client raises, the answer is that the files are not here
+        return None
+
+
+def layer_spec(group_spec: Any, layer: str) -> Any:
+    """The spec of one layer of a group whose layers may differ."""
+    return getattr(group_spec, "kv_cache_specs", {}).get(layer, group_spec)

@@ -1,0 +1,238 @@
+"""What of the engine's configuration decides: the groups, their pages, and the namespace."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from tierkv.config import WITHOUT_EFFECT, CacheConfig, parse
+from tierkv.connector import compat
+from tierkv.errors import ConfigError, UnsupportedError
+from tierkv.keys import GroupNamespace, Namespace
+from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
+from tierkv.weights import weights_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+logger = init_logger(__name__)
+
+#: Which specs can be offloaded, by exact type: a subclass may keep its pages in another way.
+KINDS: dict[type[Any], str] = {
+    FullAttentionSpec: "full",
+    MLAAttentionSpec: "mla",
+    SlidingWindowSpec: "sliding_window",
+    ChunkedLocalAttentionSpec: "chunked_local",
+}
+
+#: Orders of dimensions in which a page lies as the canonical layout wants it: heads, then tokens, then K and V.
+CANONICAL_LAYOUTS = ("LBHNC", "BLHNC")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One engine, as both halves see it.
+
+    group_ids: the engine's ids of the groups that are offloaded, in our order. block_sizes: tokens of a
+    block of every group of the engine. align: tokens; the engine can only use hits that are multiples.
+    """
+
+    config: CacheConfig
+    model: ModelSpec
+    group_ids: tuple[int, ...]
+    block_sizes: tuple[int, ...]
+    align: int
+    hash_block_size: int
+
+    @property
+    def hashes_per_chunk(self) -> tuple[int, ...]:
+        return tuple(g.tokens_per_chunk // self.hash_block_size for g in self.model.groups)
+
+
+def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Deployment:
+    """The deployment of ``kv_transfer_config``.
+
+    Raises:
+        ConfigError: ``kv_connector_extra_config`` cannot be used.
+        UnsupportedError: the model or its parallelism cannot be offloaded (yet).
+    """
+    _check_parallelism(vllm_config)
+    config = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    group_ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
+    groups = [kv_cache_config.kv_cache_groups[i] for i in group_ids]
+    if not groups or len(groups) != len(kv_cache_config.kv_cache_groups):
+        raise UnsupportedError("a model with KV-cache groups that cannot be offloaded; supported: all groups or none")
+    blocks = _blocks_per_chunk(config, [g.kv_cache_spec.block_size for g in groups])
+    specs = tuple(_group_spec(i, group, blocks) for i, group in enumerate(groups))
+    hash_size = compat.hash_block_size(vllm_config, kv_cache_config)
+    if any(g.tokens_per_block % hash_size for g in specs):
+        raise UnsupportedError(
+            f"block sizes {[g.tokens_per_block for g in specs]} with a hash block of {hash_size} tokens; "
+            "supported: multiples of it"
+        )
+    block_sizes = tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups)
+    ranks = vllm_config.parallel_config.world_size
+    return Deployment(config, ModelSpec(specs, ranks), group_ids, block_sizes, math.lcm(*block_sizes), hash_size)
+
+
+def make_namespace(
+    deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> Namespace:
+    """Everything beside the tokens that changes the bytes of a chunk. Reads the weight files."""
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    algorithm = cache_config.prefix_caching_hash_algo
+    config = deployment.config
+    dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
+    kv_dtype = str(dtype).removeprefix("torch.")
+    if getattr(cache_config, "calculate_kv_scales", False):
+        kv_dtype += f":scales-of-{uuid.uuid4().hex}"
+        logger.warning("KV scales are computed at run time: nothing is shared with other processes or runs.")
+    return Namespace(
+        model=_model_identity(model_config),
+        weights=_weights(model_config, vllm_config.load_config, config),
+        draft_weights=_draft_weights(vllm_config, config),
+        kv_dtype=kv_dtype,
+        hash_algorithm=algorithm,
+        hash_seed=compat.hash_seed(algorithm),
+        hash_block_size=deployment.hash_block_size,
+        groups=tuple(
+            _group_namespace(spec, kv_cache_config.kv_cache_groups[i])
+            for spec, i in zip(deployment.model.groups, deployment.group_ids)
+        ),
+        layout=_layout(deployment, vllm_config, kv_cache_config),
+        cache_namespace=config.cache_namespace,
+    )
+
+
+def log_notes(deployment: Deployment, vllm_config: VllmConfig) -> None:
+    """Say at start what a user might not expect."""
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
+            vllm_config.kv_transfer_config.kv_load_failure_policy,
+        )
+    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    unused = [name for name in WITHOUT_EFFECT if name in raw]
+    if unused:
+        logger.info("accepted without effect: %s", ", ".join(unused))
+
+
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported yet; supported: 1")
+    if getattr(parallel, "nnodes_within_dp", 1) != 1:
+        raise UnsupportedError("tensor parallelism over several nodes is not supported; supported: ranks on one host")
+
+
+def _blocks_per_chunk(config: CacheConfig, block_sizes: list[int]) -> int:
+    if config.block_size is None:
+        return config.blocks_per_chunk or 1
+    if len(set(block_sizes)) > 1:
+        raise ConfigError(
+            "block_size", f"the groups of this model have blocks of {block_sizes} tokens", "blocks_per_chunk instead"
+        )
+    if config.block_size % block_sizes[0]:
+        raise ConfigError("block_size", f"{config.block_size} tokens", f"a multiple of {block_sizes[0]} tokens")
+    return config.block_size // block_sizes[0]
+
+
+def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int) -> GroupSpec:
+    if group.host_resident or group.is_eagle_group:
+        raise UnsupportedError("host-resident and draft-model (EAGLE, MTP) KV-cache groups are not supported yet")
+    pages = []
+    for layer in group.layer_names:
+        spec = compat.layer_spec(group.kv_cache_spec, layer)
+        if type(spec) not in KINDS or spec.tokens_per_state != 1:
+            raise UnsupportedError(
+                f"layer {layer} has a KV cache of kind {type(spec).__name__}, which is not supported yet; "
+                f"supported: {', '.join(t.__name__ for t in KINDS)}"
+            )
+        pages.append(LayerPage(layer, spec.unpadded_page_size_bytes))
+    first = compat.layer_spec(group.kv_cache_spec, group.layer_names[0])
+    return GroupSpec(
+        group=index,
+        kind=KINDS[type(first)],
+        tokens_per_block=group.kv_cache_spec.block_size,
+        blocks_per_chunk=blocks_per_chunk,
+        window=_window(first),
+        pages=tuple(pages),
+    )
+
+
+def _window(spec: AttentionSpec) -> int:
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window + spec.extra_retained_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return 0
+
+
+def _group_namespace(spec: GroupSpec, group: KVCacheGroupSpec) -> GroupNamespace:
+    first = compat.layer_spec(group.kv_cache_spec, group.layer_names[0])
+    return GroupNamespace(
+        kind=spec.kind,
+        tokens_per_block=spec.tokens_per_block,
+        tokens_per_chunk=spec.tokens_per_chunk,
+        window=spec.window,
+        layers=tuple(p.layer for p in spec.pages),
+        page_bytes=tuple(p.page_bytes for p in spec.pages),
+        kv_heads=first.num_kv_heads,
+        head_size=first.head_size,
+        dtype=f"{first.dtype}:{first.kv_quant_mode.name}",
+    )
+
+
+def _layout(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    name = compat.layout_name(vllm_config, kv_cache_config)
+    if deployment.model.ranks == 1 and name in CANONICAL_LAYOUTS:
+        return "canonical-1"
+    topology = f"topology:tp={deployment.model.ranks},layout={name}"
+    logger.info("The KV cache is kept as opaque bytes of %s: only engines of that topology share it.", topology)
+    return topology
+
+
+def _model_identity(model_config: Any) -> str:
+    """Architecture and whatever of the model's configuration is not in its weights: rope, windows, …"""
+    described = model_config.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "architectures"):
+        described.pop(name, None)
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    architectures = "+".join(getattr(model_config.hf_config, "architectures", None) or ["unknown"])
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    return f"{architectures}:{digest}:{dtype}:{model_config.quantization or 'none'}"
+
+
+def _weights(model_config: Any, load_config: Any, config: CacheConfig) -> str:
+    if load_config.load_format == "dummy":
+        return f"dummy:{model_config.seed}"
+    directory = compat.weights_directory(model_config.model, model_config.revision, load_config.download_dir)
+    try:
+        if directory is not None:
+            return weights_identity(directory, config.weights_check)
+    except FileNotFoundError:
+        pass
+    logger.warning("No weight files of %s can be read: nothing is shared with other processes.", model_config.model)
+    return f"unknown:{uuid.uuid4().hex}"
+
+
+def _draft_weights(vllm_config: VllmConfig, config: CacheConfig) -> str:
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return ""
+    return _weights(draft, vllm_config.load_config, config)

@@ -1,0 +1,80 @@
+"""Planning as pure functions: which device blocks go where, and which are about to be overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tierkv.layout.spec import GroupSpec
+from tierkv.transfer.plan import BlockCopies
+from tierkv.types import Offsets
+
+#: The engine's null block: a place in a block table that holds nothing, such as one behind a sliding window.
+NULL_BLOCK = 0
+
+
+def storable_chunks(group: GroupSpec, blocks: Sequence[int], first: int, last: int) -> list[int]:
+    """Those of the chunks ``first`` to ``last`` - 1 whose blocks are all on the device."""
+    size = group.blocks_per_chunk
+    return [
+        chunk
+        for chunk in range(first, min(last, len(blocks) // size))
+        if NULL_BLOCK not in blocks[chunk * size : (chunk + 1) * size]
+    ]
+
+
+def store_copies(
+    index: int, group: GroupSpec, blocks: Sequence[int], chunks: Sequence[int], offsets: Offsets
+) -> BlockCopies:
+    """Copy whole chunks: chunk ``chunks[i]`` of a request to the slot at byte ``offsets[i]``.
+
+    Args:
+        index: the group's place among those that are offloaded.
+        blocks: the request's block table in this group.
+    """
+    size = group.blocks_per_chunk
+    table = np.asarray(blocks, np.int64)
+    places = np.asarray(chunks, np.int64)[:, None] * size + np.arange(size)
+    return BlockCopies(
+        group=index,
+        blocks=table[places.ravel()],
+        slot_offsets=np.repeat(np.asarray(offsets, np.int64), size),
+        positions=np.tile(np.arange(size, dtype=np.int64), len(chunks)),
+    )
+
+
+def load_copies(
+    index: int, group: GroupSpec, blocks: Sequence[int], local: int, boundary: int, offsets: Offsets
+) -> BlockCopies | None:
+    """Copy the blocks between ``local`` and ``boundary`` tokens, which need not start or end with a chunk.
+
+    Args:
+        blocks: the request's block table in this group, null blocks where the engine wants nothing.
+        offsets: for each chunk of the request, the byte offset of its slot, or -1.
+
+    Returns:
+        None if the engine wants a block of a chunk that is not there.
+    """
+    table = np.asarray(blocks, np.int64)
+    places = np.arange(local // group.tokens_per_block, -(-boundary // group.tokens_per_block))
+    if places.size and places[-1] >= len(table):
+        return None
+    places = places[table[places] != NULL_BLOCK]
+    chunks = places // group.blocks_per_chunk
+    if places.size and (chunks[-1] >= len(offsets) or (offsets[chunks] < 0).any()):
+        return None
+    return BlockCopies(
+        group=index,
+        blocks=table[places],
+        slot_offsets=offsets[chunks] if places.size else np.empty(0, np.int64),
+        positions=places % group.blocks_per_chunk,
+    )
+
+
+def written_blocks(tables: Sequence[Sequence[int]], block_sizes: Sequence[int], computed: int) -> Iterator[int]:
+    """The blocks of ``tables`` (one table a group) that the engine may write from token ``computed`` on."""
+    for table, size in zip(tables, block_sizes):
+        for block in table[computed // size :]:
+            if block != NULL_BLOCK:
+                yield block

@@ -1,0 +1,297 @@
+"""The scheduler half: asks the manager, plans stores and loads, keeps the fences.
+
+Called by the engine's scheduler, in this order within a step: ``matched_tokens`` and ``allocated`` for
+requests that wait, then ``plan_step``; ``take_report`` when the step's output is back; ``finished`` when a
+request ends. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import RequestStatus
+
+from tierkv.connector import plans
+from tierkv.connector.config import Deployment
+from tierkv.connector.metadata import Geometry, StepPlan, StepReport
+from tierkv.host.region import Region
+from tierkv.keys import chunk_hashes, make_chunks
+from tierkv.tiering.manager import StoreTicket, TieringManager
+from tierkv.tiering.requests import Query
+from tierkv.transfer.plan import BlockCopies, Transfer
+from tierkv.types import Chunks, RequestContext, Space
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. ``chunks``: its complete chunks by group; ``stored``: the next one to be considered for a store.
+
+    A request keeps the space that it was admitted in: what it has computed since belongs to that one.
+    """
+
+    request: Request
+    context: RequestContext
+    space: Space
+    chunks: list[Chunks] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    local: int = 0
+    loading: bool = False
+
+
+@dataclass(slots=True)
+class StoreWork:
+    """A store that workers have been, or will be, told of. ``blocks``: the device blocks that it reads."""
+
+    ticket: StoreTicket
+    blocks: list[int]
+    ranks_left: int
+    ok: bool = True
+
+
+@dataclass(slots=True)
+class LoadWork:
+    request_id: str
+    ranks_left: int
+    ok: bool = True
+
+
+class SchedulerHalf:
+    """Thread safety: none; the engine's scheduler thread calls it."""
+
+    def __init__(self, deployment: Deployment, manager: TieringManager, region: Region) -> None:
+        self.manager = manager
+        self._deployment = deployment
+        self._region = region
+        self._groups = deployment.model.groups
+        self._ranks = deployment.model.ranks
+        model = deployment.model
+        self._geometry = Geometry(
+            region.size // manager.num_slots, model.ranks, tuple(model.chunk_bytes(i) for i in range(len(model.groups)))
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._ids = itertools.count(1)
+        self._stores: dict[int, StoreWork] = {}
+        self._loads: dict[int, LoadWork] = {}
+        #: Device block → the stores that still read it.
+        self._readers: dict[int, set[int]] = {}
+        self._written: set[int] = set()
+        self._plan = self._empty_plan()
+
+    # ---- a request's prefix
+
+    def new_request(self, request: Request) -> None:
+        context = RequestContext(request.request_id, request.kv_transfer_params or {})
+        self._requests[request.request_id] = RequestState(request, context, self.manager.space)
+
+    def matched_tokens(self, request: Request, local: int) -> int | None:
+        """Tokens beyond the ``local`` ones that can be loaded now; None: not known yet."""
+        state = self._requests[request.request_id]
+        self._admit(state, local)
+        if request.skip_reading_prefix_cache:
+            return 0
+        # The last token is always computed: its logits are wanted.
+        query = Query(state.context, state.space, tuple(state.chunks), local, request.num_tokens - 1)
+        boundary = self.manager.lookup(query)
+        return None if boundary is None else boundary - local
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Device blocks are there for ``external`` tokens that ``matched_tokens`` has announced."""
+        request_id = request.request_id
+        if external == 0:
+            self.manager.release(request_id)
+            return
+        state = self._requests[request_id]
+        tables = [[b.block_id for b in blocks.blocks[i]] for i in range(len(self._deployment.block_sizes))]
+        self._written.update(plans.written_blocks(tables, self._deployment.block_sizes, state.local))
+        boundary = state.local + external
+        plan = self.manager.begin_load(request_id)
+        copies: list[BlockCopies | None] = [None]
+        if plan is not None and boundary <= plan.boundary:
+            copies = [
+                plans.load_copies(n, group, tables[i], state.local, boundary, plan.offsets[n])
+                for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids))
+            ]
+        planned = tuple(c for c in copies if c is not None)
+        if len(planned) < len(copies):  # what was announced is gone: a reset came in between
+            self.manager.finish_load(request_id, ok=False)
+            self._plan.failed_loads.append(request_id)
+            return
+        job_id = next(self._ids)
+        self._loads[job_id] = LoadWork(request_id, self._ranks)
+        self._plan.loads.append((request_id, Transfer(job_id, False, planned)))
+        state.loading = True
+        state.stored = [boundary // g.tokens_per_chunk for g in self._groups]
+
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """The request has ended; its blocks are freed right after, so what is still to be stored is fenced."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        if not state.loading:
+            self._store(state, self._final_tokens(request), tables)
+        self.manager.finish_request(request.request_id)
+
+    # ---- a step
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        self._note_written(output)
+        flush = {job for block in self._written if block in self._readers for job in self._readers[block]}
+        self._written.clear()
+        block_state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            computed = state.request.num_computed_tokens + scheduled
+            if self._has_new_chunk(state, computed):
+                tables = block_state.get_block_ids(request_id) if block_state is not None else None
+                if tables is not None:
+                    self._store(state, computed, tables)
+        plan, self._plan = self._plan, self._empty_plan()
+        plan.flush = flush
+        return plan
+
+    def take_report(self, report: StepReport) -> None:
+        """Jobs that workers have ended; a job has ended when every rank has said so."""
+        for job_id, ranks in report.ranks.items():
+            if job_id in self._stores:
+                self._end_store(job_id, ranks, report.ok[job_id])
+            elif job_id in self._loads:
+                self._end_load(job_id, ranks, report.ok[job_id])
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine must step on so that device transfers end."""
+        return bool(self._stores or self._loads or self._plan.failed_loads)
+
+    def reset(self) -> None:
+        """Forget everything. The engine may give the device's memory away next, without another step."""
+        self._plan.cancel.update(self._stores)
+        self._plan.revoke.update(self._loads)
+        self.manager.reset()
+
+    def close(self) -> None:
+        self.manager.close()
+        self._region.close()
+
+    # ---- inside
+
+    def _empty_plan(self) -> StepPlan:
+        return StepPlan(self._region.handle, self._geometry)
+
+    def _admit(self, state: RequestState, local: int) -> None:
+        """The request starts, or starts again: from here on it computes in the present space."""
+        if state.space != self.manager.space:
+            state.space = self.manager.space
+            state.chunks = []
+        state.local = local
+        state.loading = False
+        state.stored = [0] * len(self._groups)
+        self._extend(state)
+
+    def _extend(self, state: RequestState) -> None:
+        """Name the chunks that the request's block hashes have completed."""
+        if not state.chunks:
+            state.chunks = [make_chunks(state.space, g.group, []) for g in self._groups]
+        for n, (group, per_chunk) in enumerate(zip(self._groups, self._deployment.hashes_per_chunk)):
+            hashes = chunk_hashes(state.request.block_hashes, per_chunk, len(state.chunks[n]))
+            if hashes:
+                state.chunks[n] = Chunks.concat([state.chunks[n], make_chunks(state.space, group.group, hashes)])
+
+    def _storable_tokens(self, request: Request, computed: int) -> int:
+        limit = request.num_prompt_tokens if self._deployment.config.offload_prompt_only else request.num_tokens
+        return min(computed, limit)
+
+    def _final_tokens(self, request: Request) -> int:
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            return int(request.num_computed_tokens)
+        # The slot of the last sampled token is never computed.
+        return max(int(request.num_prompt_tokens), int(request.num_tokens) - 1)
+
+    def _has_new_chunk(self, state: RequestState, computed: int) -> bool:
+        tokens = self._storable_tokens(state.request, computed)
+        return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored))
+
+    def _store(self, state: RequestState, computed: int, tables: Sequence[Sequence[int]]) -> None:
+        """Plan to store the chunks that are complete when ``computed`` tokens are."""
+        tokens = self._storable_tokens(state.request, computed)
+        self._extend(state)
+        chosen: list[list[int]] = []
+        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids)):
+            last = min(tokens // group.tokens_per_chunk, len(state.chunks[n]))
+            first = state.stored[n] if state.stored else last
+            chosen.append(plans.storable_chunks(group, tables[i], first, last) if last > first else [])
+            if state.stored:
+                state.stored[n] = max(first, last)
+        if not any(chosen):
+            return
+        batch = Chunks.concat([c.take(which) for c, which in zip(state.chunks, chosen) if which])
+        ticket = self.manager.begin_store(batch, state.request.request_id)
+        if ticket is not None:
+            self._add_store(ticket, chosen, tables)
+
+    def _add_store(self, ticket: StoreTicket, chosen: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> None:
+        copies, blocks, start = [], [], 0
+        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids)):
+            inside = (ticket.indices >= start) & (ticket.indices < start + len(chosen[n]))
+            chunks = [chosen[n][k - start] for k in ticket.indices[inside].tolist()]
+            start += len(chosen[n])
+            if chunks:
+                copies.append(plans.store_copies(n, group, tables[i], chunks, ticket.offsets[inside]))
+                blocks.extend(copies[-1].blocks.tolist())
+        job_id = next(self._ids)
+        self._stores[job_id] = StoreWork(ticket, blocks, self._ranks)
+        for block in blocks:
+            self._readers.setdefault(block, set()).add(job_id)
+        self._plan.stores.append(Transfer(job_id, True, tuple(copies)))
+
+    def _note_written(self, output: SchedulerOutput) -> None:
+        """Collect the blocks that this step may write: what was stored from them before must be done first."""
+        if not self._readers:
+            return
+        sizes = self._deployment.block_sizes
+        for new in output.scheduled_new_reqs:
+            self._written.update(plans.written_blocks(new.block_ids, sizes, new.num_computed_tokens))
+        cached = output.scheduled_cached_reqs
+        for request_id, tables, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+            if tables is not None:
+                resumed = request_id in cached.resumed_req_ids
+                self._written.update(plans.written_blocks(tables, sizes, computed if resumed else 0))
+        for copy in output.kv_cache_block_copies or ():
+            self._written.add(copy.dst_block_id)
+
+    def _end_store(self, job_id: int, ranks: int, ok: bool) -> None:
+        work = self._stores[job_id]
+        work.ranks_left -= ranks
+        work.ok &= ok
+        if work.ranks_left > 0:
+            return
+        del self._stores[job_id]
+        for block in work.blocks:
+            readers = self._readers[block]
+            readers.discard(job_id)
+            if not readers:
+                del self._readers[block]
+        self.manager.finish_store(work.ticket, work.ok)
+
+    def _end_load(self, job_id: int, ranks: int, ok: bool) -> None:
+        work = self._loads[job_id]
+        work.ranks_left -= ranks
+        work.ok &= ok
+        if work.ranks_left > 0:
+            return
+        del self._loads[job_id]
+        self.manager.finish_load(work.request_id, work.ok)
+        state = self._requests.get(work.request_id)
+        if state is not None:
+            state.loading = False
+        else:
+            self.manager.finish_request(work.request_id)

@@ -1,0 +1,96 @@
+"""What a model's KV cache looks like: its groups of layers, their pages, and what each token attends to.
+
+Plain values, made once by whoever knows the engine; everything else in tierkv reads sizes and windows from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tierkv.errors import UnsupportedError
+
+FULL: Final = "full"
+SLIDING_WINDOW: Final = "sliding_window"
+CHUNKED_LOCAL: Final = "chunked_local"
+MLA: Final = "mla"
+KINDS: Final = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, MLA)
+
+
+@dataclass(frozen=True)
+class LayerPage:
+    """One layer's bytes of one block, on one rank."""
+
+    layer: str
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Layers that share a block table.
+
+    group: the engine's group id.
+    kind: ``full``, ``sliding_window``, ``chunked_local`` or ``mla``.
+    window: tokens. For ``sliding_window``: a query sees the ``window - 1`` tokens before it and itself; for
+        ``chunked_local``: the size of an attention chunk; 0 for the others.
+    pages: the layers in canonical order.
+
+    Raises:
+        UnsupportedError: ``kind`` is none of the above.
+        ValueError: a size that cannot be.
+    """
+
+    group: int
+    kind: str
+    tokens_per_block: int
+    blocks_per_chunk: int
+    window: int
+    pages: tuple[LayerPage, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnsupportedError(f"group {self.group}: unknown kind {self.kind!r}; known: {', '.join(KINDS)}")
+        if self.tokens_per_block <= 0 or self.blocks_per_chunk <= 0:
+            raise ValueError(f"group {self.group}: tokens_per_block and blocks_per_chunk must be positive")
+        if (self.window > 0) != (self.kind in (SLIDING_WINDOW, CHUNKED_LOCAL)):
+            raise ValueError(f"group {self.group}: a window of {self.window} tokens does not fit kind {self.kind!r}")
+        if not self.pages or any(page.page_bytes <= 0 for page in self.pages):
+            raise ValueError(f"group {self.group}: needs at least one page, and each page at least one byte")
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.tokens_per_block * self.blocks_per_chunk
+
+    @property
+    def block_bytes(self) -> int:
+        """All pages of one block, on one rank."""
+        return sum(page.page_bytes for page in self.pages)
+
+    def first_needed_token(self, boundary: int) -> int:
+        """The first token whose KV the token at position ``boundary`` can attend to.
+
+        With ``boundary`` tokens found in the cache, the engine goes on at position ``boundary``: the KV of tokens
+        before the result is never read again, by that token or a later one.
+        """
+        if self.kind == SLIDING_WINDOW:
+            return max(0, boundary - self.window + 1)
+        if self.kind == CHUNKED_LOCAL:
+            return boundary // self.window * self.window
+        return 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's groups, and over how many ranks (tensor parallelism) each block's pages are spread."""
+
+    groups: tuple[GroupSpec, ...]
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks <= 0:
+            raise ValueError(f"ranks must be positive, not {self.ranks}")
+
+    def chunk_bytes(self, group_index: int) -> int:
+        """Bytes of one chunk, all ranks, of the group at ``group_index`` (an index into ``groups``)."""
+        group = self.groups[group_index]
+        return self.ranks * group.blocks_per_chunk * group.block_bytes

@@ -1,0 +1,5 @@
+"""The file system tier: a file per chunk under a root that processes and hosts can share."""
+
+from tierkv.tiers.fs.tier import FsTier, FsTierConfig
+
+__all__ = ["FsTier", "FsTierConfig"]

@@ -1,0 +1,103 @@
+"""The root directory: where everything lies, and whether it can be used.
+
+::
+
+    root_dir/
+      .tmp/<random>.tmp                                     what is being written
+      <namespace>/namespace.json                            the namespace's fields, for people
+      <namespace>/<generation>/<2>/<2>/<hash>-<group>.tkv   one record
+
+Namespace, generation and block hash are in full, in hex; ``<2>/<2>`` are the first two bytes of the
+hash, so that no directory grows large. Temporary files have a directory of their own: what a crash
+left there is found without a walk through all records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from typing import Any
+
+from tierkv.errors import ConfigError
+from tierkv.tiers.fs.files import create_temporary, make_directory, write_atomically
+from tierkv.types import ChunkName, Space
+
+logger = logging.getLogger(__name__)
+
+#: A temporary file that was not written to for so long has no writer any more.
+STALE_AFTER_S = 3600.0
+#: A disk that is full at start is no reason not to serve what is on it.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Root:
+    """Paths below one root directory. Thread safety: immutable."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self.temporary = os.path.join(self.path, ".tmp")
+
+    def of_namespace(self, namespace: bytes) -> str:
+        return f"{self.path}/{namespace.hex()}"
+
+    def of_space(self, space: Space) -> str:
+        return f"{self.path}/{space.namespace.hex()}/{space.generation.hex()}"
+
+    def of_record(self, name: ChunkName) -> str:
+        return record_path(self.of_space(name.space), name.group, name.block_hash)
+
+    def prepare(self, namespace: bytes, description: dict[str, Any]) -> None:
+        """Make the root, see that it can be written, clean up, and describe the namespace. Idempotent.
+
+        Raises:
+            ConfigError: ``root_dir``: it cannot be used.
+        """
+        try:
+            make_directory(self.path)
+            make_directory(self.temporary)
+            self._remove_stale(self._probe())
+            self._describe(namespace, description)
+        except (OSError, ValueError) as error:  # ValueError: a path that no system can have
+            if isinstance(error, OSError) and error.errno in _FULL:
+                logger.warning("%s is full; what is stored there is still served", self.path)
+                return
+            problem = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                "root_dir",
+                f"{self.path!r} cannot be written ({problem})",
+                "a directory, or one that can be made, that this process can write to",
+            ) from error
+
+    def _probe(self) -> float:
+        """Write and remove a file; the time of the file system's own clock, in seconds."""
+        fd, path = create_temporary(self.temporary)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            os.close(fd)
+            os.unlink(path)
+
+    def _remove_stale(self, now: float) -> None:
+        """Remove what writers that died have left. Others may do the same at the same time."""
+        with os.scandir(self.temporary) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if now - entry.stat(follow_symlinks=False).st_mtime > STALE_AFTER_S:
+                        os.unlink(entry.path)
+
+    def _describe(self, namespace: bytes, description: dict[str, Any]) -> None:
+        path = os.path.join(self.of_namespace(namespace), "namespace.json")
+        text = json.dumps(description, indent=2, sort_keys=True).encode() + b"\n"
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as present:
+            if present.read() == text:
+                return
+        write_atomically(path, [text], self.temporary)
+
+
+def record_path(space_path: str, group: int, block_hash: bytes) -> str:
+    """Where the record of one chunk lies, given its space's directory."""
+    digits = block_hash.hex()
+    return f"{space_path}/{digits[:2]}/{digits[2:4]}/{digits}-{group}.tkv"
