@@ -22,7 +22,7 @@ COUNTERS: Mapping[str, str] = {
     "stores_below_threshold": "Chunks not stored because they were not yet seen store_threshold times.",
     "cascades": "Chunks handed to tiers, once a tier.",
     "cascades_failed": "Chunks that a tier could not store.",
-    "cascades_throttled": "Chunks not handed to a tier because it held its share of the host cache pinned.",
+    "cascades_missed": "Chunks evicted from the host before a slow tier could be handed them.",
     "loads": "Chunks loaded from the host to the device.",
     "loads_failed": "Loads to the device that failed; the request recomputes.",
     "evictions": "Chunks evicted from the host cache.",

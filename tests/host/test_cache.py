@@ -243,7 +243,7 @@ def test_a_bad_policy_is_counted_and_lru_steps_in(mischief: Callable[[int], Any]
     cache.pin(slots[:1])
     before = cache.policy_faults
     assert before == 2  # inserted and accessed raised
-    policy.mischief = mischief  # type: ignore[method-assign]
+    policy.mischief = mischief
     assert (cache.reserve(chunks(5, 6)) >= 0).all()
     gone = numbers_of(cache.take_evicted())
     assert len(set(gone)) == 2 and 1 not in gone

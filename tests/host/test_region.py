@@ -92,7 +92,7 @@ def test_a_size_that_cannot_be_is_refused(size: int) -> None:
 def test_a_closed_region_cannot_be_opened() -> None:
     region = Region.create(SIZE)
     region.close()
-    with pytest.raises(RegionError, match="closed it|PID namespace"):
+    with pytest.raises(RegionError, match="has closed it, or it runs in another PID namespace"):
         Region.open(region.handle)
 
 

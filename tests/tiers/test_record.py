@@ -27,7 +27,7 @@ GOLDEN_START = bytes.fromhex(
     "6400000000000000"  # payload length
     "efcdab8967452301"  # payload checksum
 )
-GOLDEN_END = bytes.fromhex("@HEADERSUM@")
+GOLDEN_END = bytes.fromhex("1a355010fdb23626")
 
 names = st.builds(
     ChunkName,

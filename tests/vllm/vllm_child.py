@@ -227,11 +227,10 @@ def main() -> None:
     import vllm.v1.worker.cpu_worker
     from vllm import LLM, SamplingParams  # noqa: F401
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(sys.argv[1])
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(sys.argv[1])
+    listener.bind(f"{sys.argv[1]}.new")
     listener.listen()
+    os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # whoever sees the name can connect
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     parent = os.getppid()
     listener.settimeout(1.0)

@@ -26,7 +26,7 @@ from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
 from tierkv.weights import weights_identity
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 logger = init_logger(__name__)
@@ -71,7 +71,7 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         UnsupportedError: the model or its parallelism cannot be offloaded (yet).
     """
     _check_parallelism(vllm_config)
-    config = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    config = parse(_transfer_config(vllm_config).kv_connector_extra_config)
     group_ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
     groups = [kv_cache_config.kv_cache_groups[i] for i in group_ids]
     if not groups or len(groups) != len(kv_cache_config.kv_cache_groups):
@@ -89,9 +89,7 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     return Deployment(config, ModelSpec(specs, ranks), group_ids, block_sizes, math.lcm(*block_sizes), hash_size)
 
 
-def make_namespace(
-    deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> Namespace:
+def make_namespace(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Namespace:
     """Everything beside the tokens that changes the bytes of a chunk. Reads the weight files."""
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     algorithm = cache_config.prefix_caching_hash_algo
@@ -111,7 +109,7 @@ def make_namespace(
         hash_block_size=deployment.hash_block_size,
         groups=tuple(
             _group_namespace(spec, kv_cache_config.kv_cache_groups[i])
-            for spec, i in zip(deployment.model.groups, deployment.group_ids)
+            for spec, i in zip(deployment.model.groups, deployment.group_ids, strict=True)
         ),
         layout=_layout(deployment, vllm_config, kv_cache_config),
         cache_namespace=config.cache_namespace,
@@ -120,15 +118,21 @@ def make_namespace(
 
 def log_notes(deployment: Deployment, vllm_config: VllmConfig) -> None:
     """Say at start what a user might not expect."""
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    transfer = _transfer_config(vllm_config)
+    if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
             "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
-            vllm_config.kv_transfer_config.kv_load_failure_policy,
+            transfer.kv_load_failure_policy,
         )
-    raw = vllm_config.kv_transfer_config.kv_connector_extra_config
+    raw = transfer.kv_connector_extra_config
     unused = [name for name in WITHOUT_EFFECT if name in raw]
     if unused:
         logger.info("accepted without effect: %s", ", ".join(unused))
+
+
+def _transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
+    assert vllm_config.kv_transfer_config is not None, "connectors are made only if there is one"
+    return vllm_config.kv_transfer_config
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

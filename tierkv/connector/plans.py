@@ -74,7 +74,7 @@ def load_copies(
 
 def written_blocks(tables: Sequence[Sequence[int]], block_sizes: Sequence[int], computed: int) -> Iterator[int]:
     """The blocks of ``tables`` (one table a group) that the engine may write from token ``computed`` on."""
-    for table, size in zip(tables, block_sizes):
+    for table, size in zip(tables, block_sizes, strict=True):
         for block in table[computed // size :]:
             if block != NULL_BLOCK:
                 yield block

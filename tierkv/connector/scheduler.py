@@ -117,7 +117,7 @@ class SchedulerHalf:
         if plan is not None and boundary <= plan.boundary:
             copies = [
                 plans.load_copies(n, group, tables[i], state.local, boundary, plan.offsets[n])
-                for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids))
+                for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True))
             ]
         planned = tuple(c for c in copies if c is not None)
         if len(planned) < len(copies):  # what was announced is gone: a reset came in between
@@ -201,7 +201,7 @@ class SchedulerHalf:
         """Name the chunks that the request's block hashes have completed."""
         if not state.chunks:
             state.chunks = [make_chunks(state.space, g.group, []) for g in self._groups]
-        for n, (group, per_chunk) in enumerate(zip(self._groups, self._deployment.hashes_per_chunk)):
+        for n, (group, per_chunk) in enumerate(zip(self._groups, self._deployment.hashes_per_chunk, strict=True)):
             hashes = chunk_hashes(state.request.block_hashes, per_chunk, len(state.chunks[n]))
             if hashes:
                 state.chunks[n] = Chunks.concat([state.chunks[n], make_chunks(state.space, group.group, hashes)])
@@ -218,14 +218,14 @@ class SchedulerHalf:
 
     def _has_new_chunk(self, state: RequestState, computed: int) -> bool:
         tokens = self._storable_tokens(state.request, computed)
-        return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored))
+        return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored, strict=True))
 
     def _store(self, state: RequestState, computed: int, tables: Sequence[Sequence[int]]) -> None:
         """Plan to store the chunks that are complete when ``computed`` tokens are."""
         tokens = self._storable_tokens(state.request, computed)
         self._extend(state)
         chosen: list[list[int]] = []
-        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids)):
+        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
             last = min(tokens // group.tokens_per_chunk, len(state.chunks[n]))
             first = state.stored[n] if state.stored else last
             chosen.append(plans.storable_chunks(group, tables[i], first, last) if last > first else [])
@@ -233,14 +233,14 @@ class SchedulerHalf:
                 state.stored[n] = max(first, last)
         if not any(chosen):
             return
-        batch = Chunks.concat([c.take(which) for c, which in zip(state.chunks, chosen) if which])
+        batch = Chunks.concat([c.take(which) for c, which in zip(state.chunks, chosen, strict=True) if which])
         ticket = self.manager.begin_store(batch, state.request.request_id)
         if ticket is not None:
             self._add_store(ticket, chosen, tables)
 
     def _add_store(self, ticket: StoreTicket, chosen: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> None:
         copies, blocks, start = [], [], 0
-        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids)):
+        for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
             inside = (ticket.indices >= start) & (ticket.indices < start + len(chosen[n]))
             chunks = [chosen[n][k - start] for k in ticket.indices[inside].tolist()]
             start += len(chosen[n])
@@ -261,7 +261,9 @@ class SchedulerHalf:
         for new in output.scheduled_new_reqs:
             self._written.update(plans.written_blocks(new.block_ids, sizes, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
-        for request_id, tables, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
+        for request_id, tables, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             if tables is not None:
                 resumed = request_id in cached.resumed_req_ids
                 self._written.update(plans.written_blocks(tables, sizes, computed if resumed else 0))

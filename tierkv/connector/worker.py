@@ -11,6 +11,7 @@ from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.host.region import Region
+from tierkv.layout.offsets import warm_up
 from tierkv.layout.packing import GroupPacking
 from tierkv.transfer.engine import CopyEngine, DeviceGroup, make_engine
 from tierkv.transfer.plan import Transfer
@@ -68,6 +69,7 @@ class WorkerHalf:
         for spec in model.groups:
             views = (device_page_view(p.layer, caches[p.layer], self._num_blocks, p.page_bytes) for p in spec.pages)
             self._groups.append(DeviceGroup(GroupPacking(spec, self._rank, model.ranks), tuple(views)))
+        warm_up()  # compiles the copy kernels now, not within the first step
 
     def before_forward(self, plan: StepPlan) -> None:
         """Submit the stores of the step before; finish those whose blocks this step may write."""

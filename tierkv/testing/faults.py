@@ -210,7 +210,7 @@ class LatencyTier(WrapperTier):
 class FaultyTierConfig(WrapperConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Which share of jobs, from 0 to 1, meets which fault; a job meets at most one, so together at most 1.
 
-    seed: the same seed, the same faults for the same sequence of jobs.
+    seed: the same seed, the same faults for jobs with the same numbers, in whatever order they end.
     on: the jobs that meet faults.
     raises: ``submit_*`` raises. fails: all chunks are reported not ok. partial: about half of them are.
     never: the job is never reported, not even by ``close``. late: the job is begun ``late_s`` seconds
@@ -246,7 +246,6 @@ class FaultyTier(WrapperTier):
         if sum(self._shares) > 1:
             raise ConfigError("raises", "shares of jobs above 1", f"{' + '.join(_FAULTS)} of at most 1")
         self._faulty = config
-        self._random = random.Random(config.seed)
         self._lookup_random = random.Random(config.seed)
         self._fault_of: dict[int, str] = {}
         #: How many jobs (and lookups) met each fault.
@@ -271,10 +270,10 @@ class FaultyTier(WrapperTier):
         return self._faulty.late_s if fault == "late" else 0.0
 
     def _draw(self, job: StoreJob | LoadJob) -> str | None:
-        """The fault that ``job`` meets, if any. Draws for each job, so that ``on`` does not shift the others'."""
-        drawn = self._random.random()
+        """The fault that ``job`` meets, if any."""
         if self._faulty.on == ("loads" if isinstance(job, StoreJob) else "stores"):
             return None
+        drawn = self._random_of(job.job_id, "fault").random()
         for fault, share in zip(_FAULTS, self._shares, strict=True):
             drawn -= share
             if drawn < 0:
@@ -288,8 +287,12 @@ class FaultyTier(WrapperTier):
         if fault == "fails":
             return [(0.0, _without(result, list(range(len(result.ok)))))]
         if fault == "partial":
-            return [(0.0, _without(result, [i for i in range(len(result.ok)) if self._random.random() < 0.5]))]
+            drawn = self._random_of(result.job_id, "partial")
+            return [(0.0, _without(result, [i for i in range(len(result.ok)) if drawn.random() < 0.5]))]
         return [(0.0, result)]
+
+    def _random_of(self, job_id: int, purpose: str) -> random.Random:
+        return random.Random(f"{self._faulty.seed} {job_id} {purpose}")
 
 
 def _without(result: JobResult, indices: Sequence[int]) -> JobResult:

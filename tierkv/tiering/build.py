@@ -63,9 +63,7 @@ def open_manager(
     return manager, region
 
 
-def open_tiers(
-    config: CacheConfig, view: memoryview, namespace: Namespace, wake: Callable[[], None]
-) -> Sequence[Tier]:
+def open_tiers(config: CacheConfig, view: memoryview, namespace: Namespace, wake: Callable[[], None]) -> Sequence[Tier]:
     """The configured tiers, in order; none is left open if one cannot be opened."""
     opened: list[Tier] = []
     taken: set[str] = set()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from tierkv.host.cache import READY, HostCache
+from tierkv.host.cache import HostCache
 from tierkv.metrics import Metrics
 from tierkv.tiering.jobs import JobTable, StoreRecord
 from tierkv.tiers.base import Tier
-from tierkv.types import Checksums, JobResult, Offsets, StoreJob
+from tierkv.types import Checksums, JobResult, Keys, Offsets, StoreJob
 
-#: The share of the slots that one tier may hold pinned while it writes.
-TIER_SHARE = 0.25
+#: The share of the slots that all tiers together may hold pinned while they write; each has an equal part.
+TIER_SHARE = 0.5
 
 
 class Cascades:
@@ -46,6 +47,10 @@ class Cascades:
         self._metrics = metrics
         self._lock = lock
         self._wake = wake
+        self._share = max(1, int(TIER_SHARE * cache.num_slots / max(1, len(tiers))))
+        #: By tier: what waits for it, and how many slots are pinned for it.
+        self._backlogs: dict[str, deque[tuple[int, Keys]]] = {t.context.name: deque() for t in tiers}
+        self._held = {t.context.name: 0 for t in tiers}
         self._queue: queue.SimpleQueue[Offsets | None] = queue.SimpleQueue()
         self._queued = 0
         self._thread = threading.Thread(target=self._run, name="tierkv-checksum-0", daemon=True)
@@ -67,11 +72,13 @@ class Cascades:
     def finish(self, record: StoreRecord, result: JobResult) -> dict[str, Any]:
         """A tier has reported: its pins go."""
         self._cache.unpin(record.slots)
+        self._held[record.tier.context.name] -= len(record.slots)
         ok = np.asarray(result.ok, np.bool_)
         failed = int((~ok).sum())
         self._metrics.add("cascades_failed", failed)
         for index in np.flatnonzero(~ok):
             self._metrics.add_reason(result.reasons.get(int(index), "unknown"))
+        self._feed(record.tier)
         return {"tier": record.tier.context.name, "chunks": len(ok) - failed, "failed": failed}
 
     def close(self) -> None:
@@ -87,31 +94,50 @@ class Cascades:
                 offsets = self._cache.offset(slots)
                 lengths = self._chunk_bytes[self._cache.chunks(slots).groups]
             sums = np.array(
-                [xxhash.xxh3_64_intdigest(self._view[o : o + n]) for o, n in zip(offsets.tolist(), lengths.tolist())],
+                [
+                    xxhash.xxh3_64_intdigest(self._view[o : o + n])
+                    for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)
+                ],
                 np.uint64,
             )
             with self._lock:
                 self._queued -= len(slots)
-                self._submit(slots, sums)
+                self._offer(slots, sums)
                 self._cache.unpin(slots)
             self._wake.set()
 
-    def _submit(self, slots: Offsets, sums: Checksums) -> None:
+    def _offer(self, slots: Offsets, sums: Checksums) -> None:
+        """Put ``slots``, whose checksums have been taken, to every tier."""
         chunks = self._cache.chunks(slots)
         # A reset may have come in between: what the cache has forgotten is not to be found in a tier either.
-        current = (self._cache.find(chunks.keys) == slots) & (self._cache.states(chunks.keys) == READY)
-        slots, sums, chunks = slots[current], sums[current], chunks.take(np.flatnonzero(current))
-        if not len(slots):
-            return
-        self._cache.set_checksums(slots, sums)
-        share = max(1, int(TIER_SHARE * self._cache.num_slots))
+        current = self._cache.find(chunks.keys) == slots
+        slots, keys = slots[current], chunks.keys[current]
+        self._cache.set_checksums(slots, sums[current])
         for tier in self._tiers:
-            if self._jobs.slots_read_by(tier) + len(slots) > share:
-                self._metrics.add("cascades_throttled", len(slots))
-                continue
-            job = StoreJob(
-                self._jobs.new_id(), chunks, self._cache.offset(slots), self._chunk_bytes[chunks.groups], sums
-            )
-            self._cache.pin(slots)
-            self._metrics.add("cascades", len(slots))
-            self._jobs.submit(job, StoreRecord(tier, slots))
+            self._backlogs[tier.context.name].extend(zip(slots.tolist(), keys, strict=True))
+            self._feed(tier)
+
+    def _feed(self, tier: Tier) -> None:
+        """Give ``tier`` what waits for it, as far as its share of the slots goes.
+
+        What waits is not pinned: a slow tier loses chunks to eviction before it keeps the host from others.
+        """
+        backlog = self._backlogs[tier.context.name]
+        while count := min(len(backlog), self._share - self._held[tier.context.name]):
+            waiting = [backlog.popleft() for _ in range(count)]
+            slots = np.array([slot for slot, _ in waiting], np.int64)
+            keys = np.array([key for _, key in waiting], np.uint64)
+            # The slot may hold another chunk by now, or the same one anew, which has its own turn to come.
+            there = (self._cache.find(keys) == slots) & (self._cache.checksums(slots) != 0)
+            self._metrics.add("cascades_missed", int((~there).sum()))
+            if there.any():
+                self._submit(tier, slots[there])
+
+    def _submit(self, tier: Tier, slots: Offsets) -> None:
+        chunks = self._cache.chunks(slots)
+        offsets, lengths = self._cache.offset(slots), self._chunk_bytes[chunks.groups]
+        job = StoreJob(self._jobs.new_id(), chunks, offsets, lengths, self._cache.checksums(slots))
+        self._cache.pin(slots)
+        self._held[tier.context.name] += len(slots)
+        self._metrics.add("cascades", len(slots))
+        self._jobs.submit(job, StoreRecord(tier, slots))

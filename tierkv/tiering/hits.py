@@ -42,12 +42,12 @@ def best_boundary(groups: Sequence[GroupSpec], usable: Sequence[Flags], local: i
         align: boundaries are multiples of this: the engine can only use whole blocks of every group.
     """
     holes = [np.flatnonzero(~flags) for flags in usable]
-    boundary = min([limit, *(len(flags) * g.tokens_per_chunk for g, flags in zip(groups, usable))])
+    boundary = min([limit, *(len(flags) * g.tokens_per_chunk for g, flags in zip(groups, usable, strict=True))])
     boundary -= boundary % align
     settled = False
     while not settled and boundary > local:
         settled = True
-        for group, missing in zip(groups, holes):
+        for group, missing in zip(groups, holes, strict=True):
             want = needed(group, local, boundary)
             # A boundary beyond a hole of the range needs that hole, and so does every smaller one down to
             # the hole's own first token, since ranges of smaller boundaries start no later. Without a
@@ -71,7 +71,7 @@ def fitting_limit(
         room: how many chunks fit.
     """
     starts: list[int] = []
-    for group, flags in zip(groups, wanting):
+    for group, flags in zip(groups, wanting, strict=True):
         want = needed(group, local, boundary)
         chunks = np.flatnonzero(flags[want.first : want.last]) + want.first
         if group.window:

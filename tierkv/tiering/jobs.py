@@ -71,9 +71,3 @@ class JobTable:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    def slots_read_by(self, tier: Tier) -> int:
-        """How many pins ``tier`` holds by cascades."""
-        return sum(
-            len(r.slots) for r in self._jobs.values() if isinstance(r, StoreRecord) and r.tier is tier
-        )

@@ -199,7 +199,7 @@ class TieringManager:
             slots = np.fromiter(sorted(hit.pins), np.int64, len(hit.pins))
             if ok:
                 self.metrics.add("loads", len(slots))
-                for chunks, where in zip(hit.query.chunks, hit.slots):
+                for chunks, where in zip(hit.query.chunks, hit.slots, strict=True):
                     self._cache.touch(chunks.keys[where >= 0])
             else:
                 self.metrics.add("loads_failed")
@@ -304,15 +304,14 @@ class TieringManager:
         limit = hit.query.limit
         while True:
             states = [self._cache.states(c.keys) for c in hit.query.chunks]
-            boundary = best_boundary(
-                self._groups, self._usable(hit, states), hit.query.local, limit, self._align
-            )
+            boundary = best_boundary(self._groups, self._usable(hit, states), hit.query.local, limit, self._align)
             wanted = self._masks(hit, boundary)
-            unknown = [w & (s == ABSENT) & (v == UNKNOWN) for w, s, v in zip(wanted, states, hit.verdicts)]
+            unknown = [w & (s == ABSENT) & (v == UNKNOWN) for w, s, v in zip(wanted, states, hit.verdicts, strict=True)]
             if self._tiers and any(u.any() for u in unknown):
-                return self._ask_tiers(hit, unknown, now)
-            self._pin(hit, [w & (s != ABSENT) for w, s in zip(wanted, states)])
-            missing = [w & (s == ABSENT) for w, s in zip(wanted, states)]
+                self._ask_tiers(hit, unknown, now)
+                return None
+            self._pin(hit, [w & (s != ABSENT) for w, s in zip(wanted, states, strict=True)])
+            missing = [w & (s == ABSENT) for w, s in zip(wanted, states, strict=True)]
             count = sum(int(m.sum()) for m in missing)
             room = self._cache.free + self._cache.evictable
             if count <= room:
@@ -323,7 +322,7 @@ class TieringManager:
             self._promote(hit, missing)
             states = [self._cache.states(c.keys) for c in hit.query.chunks]
         self._settle(hit, wanted)
-        if any((w & (s == WRITING)).any() for w, s in zip(wanted, states)):
+        if any((w & (s == WRITING)).any() for w, s in zip(wanted, states, strict=True)):
             hit.load_deadline = hit.load_deadline or now + self._config.load_timeout_s
             return None
         hit.load_deadline = None
@@ -336,12 +335,12 @@ class TieringManager:
         floor = UNKNOWN if self._tiers else 0
         return [
             (s == READY) | ((s == WRITING) & ~late) | ((s == ABSENT) & (v >= floor) & (v != NOWHERE))
-            for s, v, late in zip(states, hit.verdicts, hit.late)
+            for s, v, late in zip(states, hit.verdicts, hit.late, strict=True)
         ]
 
     def _masks(self, hit: Hit, boundary: int) -> list[Flags]:
         masks = []
-        for group, chunks in zip(self._groups, hit.query.chunks):
+        for group, chunks in zip(self._groups, hit.query.chunks, strict=True):
             mask = np.zeros(len(chunks), np.bool_)
             if boundary > hit.query.local:
                 want = needed(group, hit.query.local, boundary)
@@ -356,7 +355,7 @@ class TieringManager:
         hit.ticket = self._lookups.submit(self._tiers, batch, hit.query.context)
 
     def _pin(self, hit: Hit, present: Sequence[Flags]) -> None:
-        for chunks, flags in zip(hit.query.chunks, present):
+        for chunks, flags in zip(hit.query.chunks, present, strict=True):
             slots = [s for s in self._cache.find(chunks.keys[flags]).tolist() if s not in hit.pins]
             self._cache.pin(np.array(slots, np.int64))
             hit.pins.update(slots)
@@ -364,11 +363,11 @@ class TieringManager:
     def _promote(self, hit: Hit, missing: Sequence[Flags]) -> None:
         where = [np.flatnonzero(m) for m in missing]
         batch = concat_asked(hit.query.chunks, where)
-        numbers = np.concatenate([v[w] for v, w in zip(hit.verdicts, where)])
+        numbers = np.concatenate([v[w] for v, w in zip(hit.verdicts, where, strict=True)])
         self._promotions.start(batch, numbers)
         self._wake.set()
         self._count_evictions()
-        for verdicts, indices in zip(hit.verdicts, where):
+        for verdicts, indices in zip(hit.verdicts, where, strict=True):
             verdicts[indices] = NOWHERE  # whatever comes of it, this request does not have it read again
         self._pin(hit, missing)
         self._trace.emit("lookup_found", request=hit.query.context.request_id, chunks=len(batch))
@@ -376,7 +375,8 @@ class TieringManager:
     def _settle(self, hit: Hit, wanted: Sequence[Flags]) -> None:
         """Note where the wanted chunks are and let go of all others."""
         hit.slots = [
-            np.where(flags, self._cache.find(chunks.keys), -1) for chunks, flags in zip(hit.query.chunks, wanted)
+            np.where(flags, self._cache.find(chunks.keys), -1)
+            for chunks, flags in zip(hit.query.chunks, wanted, strict=True)
         ]
         keep = {int(s) for slots in hit.slots for s in slots if s >= 0}
         surplus = hit.pins - keep
@@ -385,7 +385,7 @@ class TieringManager:
 
     def _stop_waiting(self, hit: Hit) -> None:
         """The deadline has passed: what is still being written is a miss for this request."""
-        for chunks, late, verdicts in zip(hit.query.chunks, hit.late, hit.verdicts):
+        for chunks, late, verdicts in zip(hit.query.chunks, hit.late, hit.verdicts, strict=True):
             writing = self._cache.states(chunks.keys) == WRITING
             self.metrics.add("promotions_late", int((writing & ~late).sum()))
             late |= writing

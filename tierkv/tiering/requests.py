@@ -72,11 +72,11 @@ class Hit:
         old_verdicts, old_late = self.verdicts, self.late
         self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
         self.late = [np.zeros(len(c), np.bool_) for c in query.chunks]
-        if same_space:
-            for new, old in [*zip(self.verdicts, old_verdicts), *zip(self.late, old_late)]:
+        if same_space and old_verdicts:
+            for new, old in [*zip(self.verdicts, old_verdicts, strict=True), *zip(self.late, old_late, strict=False)]:
                 common = min(len(new), len(old))
                 new[:common] = old[:common]
-        else:
+        elif not same_space:
             self.ticket = None  # its answers are about other chunks
         self.query = query
         self.dirty = True
@@ -92,7 +92,7 @@ class Hit:
         assert self.ticket is not None
         found = np.asarray(self.ticket.found)
         start = 0
-        for verdicts, indices in zip(self.verdicts, self.asked):
+        for verdicts, indices in zip(self.verdicts, self.asked, strict=True):
             verdicts[indices] = found[start : start + len(indices)]
             start += len(indices)
         self.ticket.cancel()
@@ -101,4 +101,4 @@ class Hit:
 
 def concat_asked(chunks: Sequence[Chunks], asked: Sequence[npt.NDArray[np.intp]]) -> Chunks:
     """The chunks at ``asked`` of each group, as one batch in group order."""
-    return Chunks.concat([c.take(where) for c, where in zip(chunks, asked) if len(where)])
+    return Chunks.concat([c.take(where) for c, where in zip(chunks, asked, strict=True) if len(where)])

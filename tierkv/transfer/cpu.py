@@ -45,19 +45,18 @@ class CpuCopyEngine(FifoEngine):
     def _describe(self, copies: BlockCopies) -> Offsets:
         """``(3, m)``: device addresses, host addresses and sizes of the ``m`` copies to make."""
         host_offsets = checked_host_offsets(copies, self.groups, self.region.size)
-        bases, strides = self._addresses[copies.group]
+        bases, strides, page_bytes = self._addresses[copies.group]
+        # A copy: kernels are compiled for plain arrays, not again for read-only or strided ones.
+        blocks = np.array(copies.blocks, np.int64)
         out = np.empty((3, host_offsets.size), np.int64)
-        page_bytes = self.groups[copies.group].packing.page_bytes
-        used = offsets.copy_descriptors(
-            copies.blocks, host_offsets, bases, strides, page_bytes, self.region.address, out
-        )
+        used = offsets.copy_descriptors(blocks, host_offsets, bases, strides, page_bytes, self.region.address, out)
         return out[:, :used]
 
 
-def _addresses(group: DeviceGroup) -> tuple[Offsets, Offsets]:
-    """Where each page of block 0 is, and the bytes from one block to the next."""
+def _addresses(group: DeviceGroup) -> tuple[Offsets, Offsets, Offsets]:
+    """For each page: where that of block 0 is, the bytes from one block to the next, and its size."""
     if group.device.type != "cpu":
         raise TransferError(f"the CPU engine cannot copy from a device of type {group.device.type!r}")
     bases = np.array([page.data_ptr() for page in group.pages], np.int64)
     strides = np.array([page.stride(0) for page in group.pages], np.int64)
-    return bases, strides
+    return bases, strides, np.array(group.packing.page_bytes, np.int64)

@@ -1,0 +1,129 @@
+"""The file system tier among processes: killed, racing, on a disk that is full or cannot be written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierkv.testing.driver import TierDriver, some_chunks
+from tierkv.tiers import record
+from tierkv.tiers.fs import FsTier, FsTierConfig
+from tierkv.types import ChunkName, Space
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("store_in_a_loop.py")
+
+
+def start(*args: object) -> subprocess.Popen[str]:
+    """``store_in_a_loop.py``, up to its ``ready``."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def lines(process: subprocess.Popen[str]) -> list[str]:
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return out.splitlines()
+
+
+def verified(root: Path) -> int:
+    """Verify each record that is visible below ``root``, by the format alone; how many there are."""
+    paths = list(root.rglob("*.tkv"))
+    for path in paths:
+        namespace, generation, _, _, file = path.relative_to(root).parts
+        digits, group = file.removesuffix(".tkv").split("-")
+        name = ChunkName(Space(bytes.fromhex(namespace), bytes.fromhex(generation)), int(group), bytes.fromhex(digits))
+        raw = path.read_bytes()
+        record.verify(raw, name, len(raw) - record.HEADER_BYTES)
+    return len(paths)
+
+
+@pytest.mark.parametrize("jobs_before_the_kill", [1, 4, 9])
+def test_every_record_that_is_visible_after_a_kill_is_whole(tmp_path: Path, jobs_before_the_kill: int) -> None:
+    with start(tmp_path, 0, 100_000, 1 << 20) as process:
+        go(process)
+        assert process.stdout is not None
+        for _ in range(jobs_before_the_kill):
+            assert " True " in process.stdout.readline()
+        process.kill()
+        process.communicate()
+    assert verified(tmp_path) >= jobs_before_the_kill
+    # What the victim left half written is in nobody's way.
+    with TierDriver(lambda context: FsTier(FsTierConfig(type="fs", root_dir=str(tmp_path)), context)) as driver:
+        driver.fill([0])
+        assert driver.store(some_chunks(1, seed=5), [0]).ok.all()
+
+
+def test_two_processes_store_the_same_chunks(tmp_path: Path) -> None:
+    with start(tmp_path, 0, 60) as one, start(tmp_path, 0, 60) as other:
+        go(one)
+        go(other)
+        for process in (one, other):
+            said = lines(process)
+            assert said[-1] == "end" and all(line.endswith(" True -") for line in said[:-1])
+    assert verified(tmp_path) == 60
+    assert not list((tmp_path / ".tmp").iterdir())
+
+
+# In a mount namespace of one's own, where one may mount without being anybody.
+
+
+def confined(tmp_path: Path, mount: str, *args: object, stdin: str = "go\n") -> subprocess.CompletedProcess[str]:
+    """Run the script with ``mount`` having been run first, where only the script sees it."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("no unshare(1) here, to mount a small file system with")
+    (tmp_path / "mounted").mkdir()
+    can = subprocess.run([unshare, "-rm", "sh", "-c", mount], cwd=tmp_path, capture_output=True, text=True)
+    if can.returncode:
+        pytest.skip(f"cannot mount in a namespace of one's own: {can.stderr.strip()}")
+    python = f'exec "{sys.executable}" "{SCRIPT}" {" ".join(map(str, args))}'
+    tail = "; find mounted -type f >&2" if stdin else ""
+    return subprocess.run(
+        [unshare, "-rm", "sh", "-c", f"{mount} && ({python}){tail}"],
+        cwd=tmp_path,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+
+def test_a_full_disk_fails_what_does_not_fit_and_leaves_nothing(tmp_path: Path) -> None:
+    mount = "mount -t tmpfs -o size=1m tmpfs mounted"
+    done = confined(tmp_path, mount, "mounted", 0, 20, 100_000)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert said[0] == ["ready"] and said[-1] == ["end"], done.stderr
+    stored = [ok for _, ok, _ in said[1:-1]].count("True")
+    assert 5 <= stored <= 10
+    assert {reason for _, ok, reason in said[1:-1] if ok == "False"} == {"enospc"}
+    left = [line for line in done.stderr.splitlines() if line.startswith("mounted/")]
+    assert len([path for path in left if path.endswith(".tkv")]) == stored
+    assert not [path for path in left if path.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_mount_that_cannot_be_written_is_an_error_of_the_configuration(tmp_path: Path, below: str) -> None:
+    done = confined(tmp_path, "mount -t tmpfs -o ro tmpfs mounted", f"mounted{below}", 0, 1)
+    assert "tierkv.errors.ConfigError: root_dir: " in done.stderr
+    assert "cannot be written (Read-only file system); accepted: a directory" in done.stderr
+    assert done.stdout == ""
