@@ -1,26 +1,42 @@
 """A process that stores chunks below a root, for the tests to kill, to race, and to confine.
 
-    store_in_a_loop.py ROOT SEED N [SLOT_BYTES]
+    store_in_a_loop.py ROOT SEED N [SLOT_BYTES [STOP_AT]]
 
 Says ``ready``, waits for a line on its input, stores ``N`` chunks of ``SEED``, one job each, and says after each
-job ``<number> <ok> <reason>``, at the end ``end``.
+job ``<number> <ok> <reason>``, at the end ``end``. With ``STOP_AT`` it says ``half`` when it has written half of
+the payload of that chunk, and then nothing any more.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 
 from tierkv.testing.driver import TierDriver, some_chunks
 from tierkv.tiers.fs import FsTier, FsTierConfig
 
 
-def main(root: str, seed: int, n: int, slot_bytes: int) -> None:
+def half_a_write(write: Callable[[int, memoryview], int], fd: int, data: memoryview) -> int:
+    if len(data) <= 512:  # a header
+        return write(fd, data)
+    write(fd, data[: len(data) // 2])
+    print("half", flush=True)
+    threading.Event().wait()
+    raise AssertionError("nobody sets this event")
+
+
+def main(root: str, seed: int, n: int, slot_bytes: int = 4096, stop_at: int = -1) -> None:
     config = FsTierConfig(type="fs", root_dir=root, n_read_threads=1, n_write_threads=2)
     with TierDriver(lambda context: FsTier(config, context), n_slots=8, slot_bytes=slot_bytes) as driver:
         print("ready", flush=True)
         sys.stdin.readline()
         chunks = some_chunks(n, seed)
         for i in range(n):
+            if i == stop_at:
+                os.write = partial(half_a_write, os.write)
             # The bytes depend on the chunk alone, as in life: whoever computes it, computes the same.
             driver.fill([0], seed=i)
             result = driver.store(chunks.take([i]), [0])
@@ -29,4 +45,4 @@ def main(root: str, seed: int, n: int, slot_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 4096)
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -11,7 +11,6 @@ from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.host.region import Region
-from tierkv.layout.offsets import warm_up
 from tierkv.layout.packing import GroupPacking
 from tierkv.transfer.engine import CopyEngine, DeviceGroup, make_engine
 from tierkv.transfer.plan import Transfer
@@ -69,6 +68,10 @@ class WorkerHalf:
         for spec in model.groups:
             views = (device_page_view(p.layer, caches[p.layer], self._num_blocks, p.page_bytes) for p in spec.pages)
             self._groups.append(DeviceGroup(GroupPacking(spec, self._rank, model.ranks), tuple(views)))
+        # Not imported with this module: vLLM 0.32 for the CPU looks through all loaded modules when a worker
+        # starts, and fails on one of Numba's.
+        from tierkv.layout.offsets import warm_up
+
         warm_up()  # compiles the copy kernels now, not within the first step
 
     def before_forward(self, plan: StepPlan) -> None:
