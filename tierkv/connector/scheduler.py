@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
 from tierkv.connector import plans
 from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
@@ -211,10 +209,8 @@ class SchedulerHalf:
         return min(computed, limit)
 
     def _final_tokens(self, request: Request) -> int:
-        if request.status == RequestStatus.FINISHED_ABORTED:
-            return int(request.num_computed_tokens)
-        # The slot of the last sampled token is never computed.
-        return max(int(request.num_prompt_tokens), int(request.num_tokens) - 1)
+        """Tokens of an ended request whose KV is certain: what was computed, and never the last sampled one."""
+        return min(int(request.num_computed_tokens), int(request.num_tokens) - 1)
 
     def _has_new_chunk(self, state: RequestState, computed: int) -> bool:
         tokens = self._storable_tokens(state.request, computed)
