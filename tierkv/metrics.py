@@ -15,6 +15,7 @@ COUNTERS: Mapping[str, str] = {
     "promotions": "Chunks that tiers were asked to load.",
     "promotions_failed": "Chunks that a tier could not load after all; each is a miss.",
     "promotions_late": "Chunks that a request stopped waiting for.",
+    "waits_for_room": "Times a request had to wait because others held the host cache pinned.",
     "promotions_no_room": "Times a served prefix was cut short because the host cache had no room.",
     "stores": "Chunks stored from the device to the host.",
     "stores_failed": "Chunks whose copy from the device failed or was cancelled.",

@@ -100,6 +100,26 @@ def test_a_prefix_larger_than_the_host_is_served_as_far_as_it_fits(tmp_path: Pat
         assert bench.manager.metrics["promotions"] == 16
 
 
+def test_many_requests_larger_than_the_host_take_turns(tmp_path: Path) -> None:
+    with Bench(slots=512, tiers=[fs(tmp_path)]) as bench:
+        for text in "abcdefgh":
+            bench.store(text, 24)
+        bench.settle()
+    with Bench(slots=16, tiers=[fs(tmp_path)]) as bench:
+        waiting = set("abcdefgh")
+        end = time.monotonic() + 30
+        while waiting:
+            assert time.monotonic() < end, repr(bench.manager)
+            for text in sorted(waiting):
+                answer = bench.ask(text, 24, f"r{text}")
+                if answer is not None:
+                    assert answer == 16 * TOKENS
+                    bench.load(text, 24, f"r{text}")
+                    waiting.discard(text)
+        bench.assert_at_rest()
+        assert bench.manager.metrics["promotions"] == 8 * 16
+
+
 def test_requests_that_want_the_same_chunks_share_one_promotion(tmp_path: Path) -> None:
     with Bench(tiers=[fs(tmp_path)]) as bench:
         bench.store("a", 8)

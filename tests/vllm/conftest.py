@@ -19,11 +19,6 @@ _SPEC = importlib.util.find_spec("vllm")
 INSTALLED = _SPEC is not None and _SPEC.origin is not None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: runs a real vLLM engine on the CPU")
-    config.addinivalue_line("markers", "soak: takes minutes; not part of the normal run")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:

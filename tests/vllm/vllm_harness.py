@@ -35,6 +35,9 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # One thread for each engine: two would wait for each other whenever another process wants a core.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # The engines run the tierkv that the tests import, installed or not.
     "PYTHONPATH": os.pathsep.join(
         filter(None, [str(Path(tierkv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -161,14 +164,14 @@ class Engine:
         self.device_blocks = 0
         self.pid: int = self("hello", log_path=str(log), environment=environment)
 
-    def __call__(self, command: str, timeout: float = 120.0, **arguments: Any) -> Any:
+    def __call__(self, command: str, patience: float = 120.0, /, **arguments: Any) -> Any:
         """Run a command of ``vllm_child.EngineProcess``.
 
         Raises:
             EngineError: it raised.
-            EngineDiedError: the process ended meanwhile, or took longer than ``timeout``.
+            EngineDiedError: the process ended meanwhile, or took longer than ``patience`` seconds.
         """
-        self._socket.settimeout(timeout)
+        self._socket.settimeout(patience)
         try:
             self._stream.write(json.dumps({"command": command, **arguments}) + "\n")
             self._stream.flush()
@@ -182,10 +185,10 @@ class Engine:
             raise EngineError(*reply["error"])
         return reply["result"]
 
-    def start(self, model: str, kv_transfer_config: Json | None = None, timeout: float = 120.0, **options: Any) -> None:
+    def start(self, model: str, kv_transfer_config: Json | None = None, **options: Any) -> None:
         if kv_transfer_config is not None:
             options["kv_transfer_config"] = kv_transfer_config
-        started = self("start", timeout, model=str(self._models.folder(model)), options=options)
+        started = self("start", model=str(self._models.folder(model)), options=options)
         self.device_blocks = started["device_blocks"]
 
     def generate(self, prompts: Sequence[Prompt], together: bool = False, **params: Any) -> list[Json]:
@@ -331,7 +334,12 @@ class Engines:
 
 
 class Oracle:
-    """Answers of an engine without a connector, one request at a time, each asked for once."""
+    """Answers of an engine without a connector, one request at a time, each asked for once.
+
+    ``oracle(…)`` computes every token. ``oracle.after_hit`` is what vLLM itself answers when its own prefix
+    cache has the first tokens. The two are the same, bit for bit, unless only the last token is left to be
+    computed: vLLM treats that one as a decode, which adds up in another order.
+    """
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
@@ -341,16 +349,27 @@ class Oracle:
     def __call__(self, model: str, prompts: Sequence[Prompt], **params: Any) -> list[Json]:
         names = [json.dumps([model, prompt, params], sort_keys=True) for prompt in prompts]
         missing = {name: prompt for name, prompt in zip(names, prompts, strict=True) if name not in self._answers}
-        if missing:
-            answers = self._engine(model).generate(list(missing.values()), **params)
-            self._answers.update(zip(missing, answers, strict=True))
+        for name, prompt in missing.items():
+            assert self._engine(model).reset()
+            self._answers[name] = self._engine(model).one(prompt, **params)
         return [self._answers[name] for name in names]
+
+    def after_hit(self, model: str, prompt: list[int], hit: int, **params: Any) -> Json:
+        """The answer when the first ``hit`` tokens, whole blocks, come from the device's prefix cache."""
+        name = json.dumps([model, prompt, params, hit])
+        if name not in self._answers:
+            engine = self._engine(model)
+            assert engine.reset()
+            if hit:
+                engine.one(prompt[: hit + 1], max_tokens=1)
+            self._answers[name] = engine.one(prompt, **params)
+            assert self._answers[name]["local"] == hit
+        return self._answers[name]
 
     def _engine(self, model: str) -> Engine:
         if model not in self._running:
-            # No prefix cache at all: each answer is computed from its first token on.
             engine = self._running[model] = self._engines.process(keep=True)
-            engine.start(model, enable_prefix_caching=False)
+            engine.start(model)
         return self._running[model]
 
     def close(self) -> None:

@@ -316,6 +316,12 @@ class TieringManager:
             room = self._cache.free + self._cache.evictable
             if count <= room:
                 break
+            if any(other.pins for other in self._hits.values() if other is not hit):
+                # Their pins go when they have loaded, so this one waits, and holds nothing meanwhile: requests
+                # that each held a part of the room could wait for each other for ever.
+                self._unpin_all(hit)
+                self.metrics.add("waits_for_room")
+                return None
             self.metrics.add("promotions_no_room")
             limit = fitting_limit(self._groups, missing, hit.query.local, boundary, room, self._align)
         if count:
@@ -404,8 +410,12 @@ class TieringManager:
         return indices[often]
 
     def _drop(self, request_id: str) -> None:
-        hit = self._hits.pop(request_id)
+        self._unpin_all(self._hits.pop(request_id))
+        self._stir()
+
+    def _unpin_all(self, hit: Hit) -> None:
         self._cache.unpin(np.fromiter(hit.pins, np.int64, len(hit.pins)))
+        hit.pins.clear()
 
     def _stir(self) -> None:
         """The host cache has changed in a way that waiting requests may be waiting for."""
