@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tiering_harness import TOKENS, group
+
 from tierkv.layout.spec import GroupSpec
 from tierkv.tiering.hits import best_boundary, fitting_limit, needed
 
 groups = st.lists(
     st.tuples(
-        st.sampled_from(["full", "sliding_window", "chunked_local", "mla"]), st.integers(1, 30), st.sampled_from([1, 2, 4])
+        st.sampled_from(["full", "sliding_window", "chunked_local", "mla"]),
+        st.integers(1, 30),
+        st.sampled_from([1, 2, 4]),
     ),
     min_size=1,
     max_size=3,

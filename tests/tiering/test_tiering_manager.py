@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-
 from tiering_harness import TOKENS, Bench, fs, group, memory
+
 from tierkv.errors import ConfigError
 from tierkv.tiers.base import Tier, TierConfig, TierContext
-from tierkv.types import ChunkName, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
 
 
 def test_what_is_stored_is_loaded_from_the_host() -> None:
@@ -120,6 +121,28 @@ def test_many_requests_larger_than_the_host_take_turns(tmp_path: Path) -> None:
         assert bench.manager.metrics["promotions"] == 8 * 16
 
 
+def test_requests_that_wait_for_room_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    with Bench(slots=512, tiers=[fs(tmp_path)]) as bench:
+        for text, count in (("a", 16), ("b", 16), ("c", 4)):
+            bench.store(text, count)
+        bench.settle()
+    with Bench(slots=16, tiers=[fs(tmp_path)]) as bench:
+        for text, count in (("a", 6), ("b", 6), ("c", 4)):
+            bench.store(text, count)
+        bench.settle()
+        assert bench.boundary("c", 4, "rc") == 4 * TOKENS  # holds a quarter
+        for text in "ab":  # each has a part in the host and wants more than is left
+            end = time.monotonic() + 10
+            while not bench.manager.metrics["waits_for_room"] > "ab".index(text):
+                assert bench.ask(text, 16, f"r{text}") is None
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        assert bench.load("c", 4, "rc") == 4 * TOKENS
+        assert bench.load("a", 16, "ra") == 16 * TOKENS
+        assert bench.load("b", 16, "rb") == 16 * TOKENS
+        bench.assert_at_rest()
+
+
 def test_requests_that_want_the_same_chunks_share_one_promotion(tmp_path: Path) -> None:
     with Bench(tiers=[fs(tmp_path)]) as bench:
         bench.store("a", 8)
@@ -166,8 +189,6 @@ def test_a_failed_store_is_as_if_it_had_never_been(tmp_path: Path) -> None:
 
 def test_a_request_waits_for_a_store_that_is_under_way() -> None:
     with Bench() as bench:
-        from tierkv.types import Chunks
-
         batch = Chunks.concat(bench.chunks("a", 4))
         ticket = bench.manager.begin_store(batch, "s")
         assert ticket is not None
@@ -195,8 +216,6 @@ def test_reset(tmp_path: Path, scope: str) -> None:
 
 def test_a_store_that_a_reset_overtakes_is_dropped(tmp_path: Path) -> None:
     with Bench(tiers=[fs(tmp_path)]) as bench:
-        from tierkv.types import Chunks
-
         batch = Chunks.concat(bench.chunks("a", 4))
         ticket = bench.manager.begin_store(batch, "s")
         assert ticket is not None
@@ -205,6 +224,33 @@ def test_a_store_that_a_reset_overtakes_is_dropped(tmp_path: Path) -> None:
         assert bench.load("a", 4, "r") == 0
         bench.assert_at_rest()
         assert bench.manager.counts()["slots_free"] == 16
+
+
+def test_chunks_of_an_earlier_generation_are_not_stored() -> None:
+    with Bench() as bench:
+        batch = Chunks.concat(bench.chunks("a", 4))
+        bench.manager.invalidate()
+        assert bench.manager.begin_store(batch, "s") is None
+
+
+def test_a_reset_during_the_checksum_keeps_the_chunk_from_the_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summing, reset = threading.Event(), threading.Event()
+
+    def slow_checksum(data: memoryview) -> int:
+        summing.set()
+        assert reset.wait(10)
+        return 1
+
+    monkeypatch.setattr("tierkv.tiering.cascades.xxhash.xxh3_64_intdigest", slow_checksum)
+    with Bench(tiers=[fs(tmp_path)]) as bench:
+        bench.store("a", 2)
+        assert summing.wait(10)
+        bench.manager.reset("all")
+        reset.set()
+        bench.assert_at_rest()
+        assert bench.manager.metrics["cascades"] == 0
 
 
 def test_replicas_agree_on_a_named_generation(tmp_path: Path) -> None:
@@ -237,8 +283,6 @@ class GateTier(Tier):
         self.jobs.append(job)
 
     def get_finished_jobs(self) -> list[JobResult]:
-        import numpy as np
-
         if not self.gate.is_set():
             return []
         jobs, self.jobs = self.jobs, []

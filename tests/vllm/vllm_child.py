@@ -167,6 +167,9 @@ class EngineProcess:
                 time.sleep(pause)
         return {"samples": samples, "answers": answers}
 
+    def abort(self, requests: list[str]) -> None:
+        self.llm.llm_engine.abort_request(requests)
+
     def drain(self, timeout: float) -> None:
         """Step until the connector has nothing left to copy from the device, as a serving engine does."""
         until = time.monotonic() + timeout

@@ -80,8 +80,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def most_hits(length: int, chunk_tokens: int) -> int:
-    """Tokens that whole chunks can serve of a prompt: its last token is always computed."""
-    return (length - 1) // chunk_tokens * chunk_tokens
+    """Tokens that chunks can serve of a prompt: complete ones, and whole blocks before the last token."""
+    return min(length // chunk_tokens * chunk_tokens, (length - 1) // BLOCK * BLOCK)
 
 
 def same(answers: Sequence[Json], expected: Sequence[Json]) -> bool:

@@ -56,7 +56,7 @@ def run_child(run: EngineRun, logs: Path, on_message: OnMessage) -> EngineResult
         if run.mode == HOST_FS:
             root_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierkv-demo-"))
             run = msgspec.structs.replace(run, root_dir=root_dir)
-        log = logs / f"{run.mode.replace(' ', '-')}-{run.pool}.log"
+        log = logs / f"{run.mode.replace(' + ', '-').replace(' ', '-')}-{run.pool}.log"
         started: Started | None = None
         rounds: list[RoundDone] = []
         probes: ProbesDone | None = None

@@ -70,13 +70,13 @@ def print_tables(demo: Demo, console: Console) -> None:
 
 def _cell(done: RoundDone) -> str:
     device, external = done.counts.device / done.counts.prompt, done.counts.external / done.counts.prompt
-    return f"{requests_per_second(done):.2f}  {device:4.0%} |{external:4.0%}"
+    return f"{requests_per_second(done):.2f}  {device:3.0%} +{external:3.0%}"
 
 
 def _print_check(check: Check, console: Console) -> None:
-    table = Table(title=f"outputs against those of {NONE}")
-    for name in ("runs", "outputs", "identical", "largest difference", "draws", "wrong"):
-        table.add_column(name, justify="left" if name == "runs" else "right")
+    table = Table(title=f"outputs against those of {NONE}", padding=(0, 0))
+    for name in ("runs", "outputs", "identical", "max diff", "draws", "wrong"):
+        table.add_column(name, justify="left" if name == "runs" else "right", no_wrap=True)
     for c in check.single:
         table.add_row(f"{c.what}, one at a time", *_counts(c))
     for c in check.batched:

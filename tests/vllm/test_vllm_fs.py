@@ -1,0 +1,114 @@
+"""What one engine process has stored in the ``fs`` tier serves another: later, at the same time, after a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from vllm_harness import BLOCK, assert_shm_clean, connector, fs, most_hits, same, settle, shm_names, tokens
+
+if TYPE_CHECKING:
+    from vllm_harness import Engines, Oracle
+
+CHUNK = 2 * BLOCK
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
+def test_next_process_is_served(model: str, engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """After an orderly end, and after ``kill -9``; nothing is left in shared memory."""
+    before = shm_names()
+    config = connector(blocks_per_chunk=2, secondary_tiers=[fs(tmp_path / "kv")])
+    prompts = [tokens(seed, length) for seed, length in ((0, 3 * CHUNK), (1, 515), (2, 5 * CHUNK - 1))]
+    hits = [most_hits(len(p), CHUNK) for p in prompts]
+    expected = oracle(model, prompts)
+
+    first = engines.start(model, config)
+    assert same(first.generate(prompts), expected)
+    first.drain()
+    settle(tmp_path / "kv")
+    first.close()
+    assert_shm_clean(before)
+
+    second = engines.start(model, config)
+    answers = second.generate(prompts)
+    assert [a["external"] for a in answers] == hits
+    assert same(answers, expected)
+    extra = tokens(3, 5 * CHUNK + 9)
+    second.one(extra)
+    second.drain()
+    settle(tmp_path / "kv")
+    second.kill()
+    assert_shm_clean(before)
+
+    third = engines.start(model, config)
+    answers = third.generate([*prompts, extra])
+    assert [a["external"] for a in answers] == [*hits, 5 * CHUNK]
+    assert same(answers, [*expected, *oracle(model, [extra])])
+
+
+def test_killed_while_storing(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """Whatever a crash has left half-done is not served."""
+    before = shm_names()
+    config = connector(secondary_tiers=[fs(tmp_path / "kv")])
+    prompts = [tokens(10 + seed, 900) for seed in range(6)]
+    expected = oracle("llama", prompts)
+    for crash in range(2):
+        engine = engines.start("llama", config)
+        for prompt in prompts:
+            engine.submit(prompt)
+        engine.step(count=4 + 3 * crash)
+        engine.kill()
+        assert_shm_clean(before)
+    with engines.running("llama", config) as engine:
+        assert same(engine.generate(prompts), expected)
+        engine.forget_device()
+        assert same(engine.generate(prompts), expected)
+
+
+def test_two_at_once(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """Each serves what the other has stored, while both run; also what both have stored at the same time."""
+    config = connector(secondary_tiers=[fs(tmp_path / "kv")])
+    mine, yours, both = tokens(20, 333), tokens(21, 444), tokens(22, 555)
+    one, other = engines.start("llama", config), engines.start("llama", config)
+    one.generate([mine])
+    other.generate([yours])
+    for engine in (one, other):
+        engine.submit(both)
+    for engine in (one, other):
+        engine.step()
+        engine.drain()
+    settle(tmp_path / "kv")
+    for engine, prompt in ((one, yours), (other, mine)):
+        answer = engine.one(prompt)
+        assert answer["external"] == most_hits(len(prompt), BLOCK)
+        assert same([answer], oracle("llama", [prompt]))
+        engine.forget_device()
+        assert same([engine.one(both)], oracle("llama", [both]))
+
+
+def test_larger_than_the_host_cache(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """More than host memory holds: what was evicted there comes from fs, one prefix from both."""
+    slots, block_bytes = 12, 4 * 2 * 2 * 32 * 4 * BLOCK
+    config = connector(slots * block_bytes, secondary_tiers=[fs(tmp_path / "kv")])
+    prompts = [tokens(30 + seed, 8 * BLOCK + 5) for seed in range(4)]
+    expected = oracle("llama", prompts)
+    with engines.running("llama", config) as engine:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            assert same([engine.one(prompt)], [answer])
+            engine.drain()
+            settle(tmp_path / "kv")
+        for _ in range(2):
+            engine.forget_device()
+            again = engine.generate(prompts)
+            assert [a["external"] for a in again] == [8 * BLOCK] * 4
+            assert same(again, expected)
+        # A prefix larger than host memory: as much as fits is served, and the request ends.
+        large = tokens(34, 30 * BLOCK)
+        engine.one(large)
+        engine.drain()
+        settle(tmp_path / "kv")
+        engine.forget_device()
+        answer = engine.one(large)
+        assert answer["external"] <= slots * BLOCK
+        assert same([answer], oracle("llama", [large]))
