@@ -333,6 +333,70 @@ def test_a_slow_tier_keeps_its_share_of_the_slots_and_misses_what_is_evicted(gat
         assert bench.manager.metrics["cascades_missed"] == 16
 
 
+def test_a_tier_that_does_not_deliver_is_cut_off_before_it_has_all_slots(gate: threading.Event) -> None:
+    with Bench(slots=16, tiers=[user_tier("GateTier")], load_timeout_s=0.02) as bench:
+        for text in "abcdef":
+            assert bench.boundary(text, 2, text) == 0
+            bench.manager.finish_request(text)
+        assert bench.manager.counts()["slots_writing"] == 2
+        gate.set()
+        bench.settle()
+        bench.boundary("g", 2, "g")  # it has reported, so it is asked again
+        assert bench.manager.metrics["promotions"] == 4
+
+
+class MalformedTier(GateTier):
+    def get_finished_jobs(self) -> list[JobResult]:
+        jobs, self.jobs = self.jobs, []
+        return [JobResult(j.job_id, np.ones(99, np.bool_), np.ones(99, np.uint64)) for j in jobs]
+
+
+def test_a_malformed_report_is_a_failed_job() -> None:
+    with Bench(tiers=[user_tier("MalformedTier")]) as bench:
+        bench.store("a", 4)
+        bench.settle()
+        bench.forget_host()
+        assert bench.load("a", 4, "r") == 0
+        bench.assert_at_rest()
+        assert bench.manager.counts()["reason:malformed"] == 8
+
+
+def test_a_request_does_not_wait_for_room_for_ever(tmp_path: Path) -> None:
+    with Bench(slots=512, tiers=[fs(tmp_path)]) as bench:
+        bench.store("a", 16)
+        bench.store("b", 16)
+        bench.settle()
+    with Bench(slots=16, tiers=[fs(tmp_path)], load_timeout_s=0.2) as bench:
+        assert bench.boundary("a", 10, "holder") == 10 * TOKENS
+        assert bench.load("b", 16, "r") == 6 * TOKENS  # what fits beside the holder
+        bench.manager.finish_request("holder")
+        bench.assert_at_rest()
+
+
+def test_a_miss_in_one_group_is_found_in_one_round(tmp_path: Path) -> None:
+    groups = [group(0), group(1, "sliding_window", window=2 * TOKENS)]
+    with Bench(groups, slots=300, tiers=[fs(tmp_path)]) as bench:
+        full = bench.chunks("a", 100)[0]
+        ticket = bench.manager.begin_store(full, "s")
+        assert ticket is not None
+        bench.manager.finish_store(ticket, ok=True)
+        bench.settle()
+        asked = []
+        submit = bench.manager._lookups.submit
+        bench.manager._lookups.submit = lambda *args: asked.append(args) or submit(*args)  # type: ignore[method-assign]
+        assert bench.load("a", 100, "r") == 0
+        assert len(asked) == 1
+
+
+def test_the_backlog_of_a_stalled_tier_is_bounded(gate: threading.Event) -> None:
+    with Bench(slots=16, tiers=[user_tier("GateTier")]) as bench:
+        for number in range(40):
+            bench.store(chr(ord("A") + number), 2)
+        assert len(bench.manager._cascades._backlogs["GateTier"]) <= 16
+        gate.set()
+        bench.assert_at_rest()
+
+
 def test_a_tier_that_refuses_jobs_costs_nothing_but_its_hits(gate: threading.Event) -> None:
     gate.set()
     with Bench(tiers=[user_tier("RefusingTier")]) as bench:
@@ -353,6 +417,7 @@ def test_a_tier_that_refuses_jobs_costs_nothing_but_its_hits(gate: threading.Eve
         ({"tiers": [{"type": "x", "module_path": "no.such:Tier"}]}, "secondary_tiers[0].module_path", "importable"),
         ({"tiers": [{"type": "memory", "capacity": 3}]}, "secondary_tiers[0].capacity", "capacity_bytes"),
         ({"slots": 0}, "cpu_bytes_to_use", ">= 1"),
+        ({"trace_path": "/dev/null/x"}, "trace_path", "appended"),
         ({"eviction_policy": "mru"}, "eviction_policy", "arc, lru"),
         ({"cpu_bytes_to_use": 100}, "cpu_bytes_to_use", "at least 4096"),
     ],

@@ -14,6 +14,7 @@ from tierkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED = (0, 32)
@@ -46,6 +47,16 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def device_cache_is_empty(block_pool: BlockPool) -> bool:
+    """Whether the device's prefix cache holds nothing: its last reset has succeeded."""
+    return len(block_pool.cached_block_hash_to_block) == 0
+
+
+def zeroes_blocks_before_the_fence(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the model runner clears reused blocks before it calls the connector's ``handle_preemptions``."""
+    return bool(vllm_config.use_v2_model_runner and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def hash_seed(algorithm: str) -> str:

@@ -74,6 +74,11 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     config = parse(_transfer_config(vllm_config).kv_connector_extra_config)
     group_ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
     groups = [kv_cache_config.kv_cache_groups[i] for i in group_ids]
+    if compat.zeroes_blocks_before_the_fence(vllm_config, kv_cache_config):
+        raise UnsupportedError(
+            "the V2 model runner with a KV cache of several precisions is not supported yet; "
+            "supported: VLLM_USE_V2_MODEL_RUNNER=0, or one precision"
+        )
     if not groups or len(groups) != len(kv_cache_config.kv_cache_groups):
         raise UnsupportedError("a model with KV-cache groups that cannot be offloaded; supported: all groups or none")
     blocks = _blocks_per_chunk(config, [g.kv_cache_spec.block_size for g in groups])
@@ -123,6 +128,10 @@ def log_notes(deployment: Deployment, vllm_config: VllmConfig) -> None:
         logger.warning(
             "kv_load_failure_policy is %r: a request whose load fails will fail. Set it to 'recompute'.",
             transfer.kv_load_failure_policy,
+        )
+    if vllm_config.lora_config is not None and deployment.config.secondary_tiers:
+        logger.warning(
+            "LoRA adapters are told apart by name and path: never replace an adapter's files under its path."
         )
     raw = transfer.kv_connector_extra_config
     unused = [name for name in WITHOUT_EFFECT if name in raw]
@@ -216,7 +225,10 @@ def _model_identity(model_config: Any) -> str:
     described = model_config.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version", "architectures"):
         described.pop(name, None)
-    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    text = json.dumps(described, sort_keys=True, default=str)
+    if "longrope" in text:  # which of its two scales a model uses depends on the longest context that it is served with
+        text += f":{model_config.max_model_len}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     architectures = "+".join(getattr(model_config.hf_config, "architectures", None) or ["unknown"])
     dtype = str(model_config.dtype).removeprefix("torch.")
     return f"{architectures}:{digest}:{dtype}:{model_config.quantization or 'none'}"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -49,6 +50,7 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         deployment = read_deployment(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._block_pool: BlockPool | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(deployment, kv_cache_config.num_blocks, vllm_config.parallel_config.rank)
             return
@@ -117,8 +119,11 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_half.busy
 
     def reset_cache(self) -> bool | None:
-        self.scheduler_half.reset()
+        self.scheduler_half.reset(self._block_pool is None or compat.device_cache_is_empty(self._block_pool))
         return True
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._block_pool = gpu_block_pool
 
     # ---- worker half
 

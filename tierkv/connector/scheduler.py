@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request. ``chunks``: its complete chunks by group; ``stored``: the next one to be considered for a store.
+    """One request.
+
+    chunks: its complete chunks by group. stored: by group, the next one to be considered for a store.
+    local: tokens that were on the device when it was admitted. computed: tokens whose KV is there once the
+    steps that were planned have run; the engine's own count also has what another connector may yet fail to load.
 
     A request keeps the space that it was admitted in: what it has computed since belongs to that one.
     """
@@ -41,6 +45,7 @@ class RequestState:
     chunks: list[Chunks] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     local: int = 0
+    computed: int = 0
     loading: bool = False
 
 
@@ -81,6 +86,7 @@ class SchedulerHalf:
         #: Device block → the stores that still read it.
         self._readers: dict[int, set[int]] = {}
         self._written: set[int] = set()
+        self._device_is_stale = False
         self._plan = self._empty_plan()
 
     # ---- a request's prefix
@@ -103,12 +109,13 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Device blocks are there for ``external`` tokens that ``matched_tokens`` has announced."""
         request_id = request.request_id
+        state = self._requests[request_id]
+        tables = [[b.block_id for b in blocks.blocks[i]] for i in range(len(self._deployment.block_sizes))]
+        if self._readers:  # without external tokens of ours, another connector may still load into these blocks
+            self._written.update(plans.written_blocks(tables, self._deployment.block_sizes, state.local))
         if external == 0:
             self.manager.release(request_id)
             return
-        state = self._requests[request_id]
-        tables = [[b.block_id for b in blocks.blocks[i]] for i in range(len(self._deployment.block_sizes))]
-        self._written.update(plans.written_blocks(tables, self._deployment.block_sizes, state.local))
         boundary = state.local + external
         plan = self.manager.begin_load(request_id)
         copies: list[BlockCopies | None] = [None]
@@ -133,8 +140,10 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
+        # Never the last sampled token, whose KV nobody computes.
+        state.computed = min(state.computed, request.num_computed_tokens, request.num_tokens - 1)
         if not state.loading:
-            self._store(state, self._final_tokens(request), tables)
+            self._store(state, tables)
         self.manager.finish_request(request.request_id)
 
     # ---- a step
@@ -148,11 +157,11 @@ class SchedulerHalf:
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            computed = state.request.num_computed_tokens + scheduled
-            if self._has_new_chunk(state, computed):
+            state.computed = state.request.num_computed_tokens + scheduled
+            if self._has_new_chunk(state):
                 tables = block_state.get_block_ids(request_id) if block_state is not None else None
                 if tables is not None:
-                    self._store(state, computed, tables)
+                    self._store(state, tables)
         plan, self._plan = self._plan, self._empty_plan()
         plan.flush = flush
         return plan
@@ -170,8 +179,14 @@ class SchedulerHalf:
         """Whether the engine must step on so that device transfers end."""
         return bool(self._stores or self._loads or self._plan.failed_loads)
 
-    def reset(self) -> None:
-        """Forget everything. The engine may give the device's memory away next, without another step."""
+    def reset(self, device_is_empty: bool = True) -> None:
+        """Forget everything. The engine may give the device's memory away next, without another step.
+
+        Args:
+            device_is_empty: whether the device's own prefix cache was reset, too. The engine resets this
+                cache even if that failed because requests were running.
+        """
+        self._device_is_stale = not device_is_empty
         self._plan.cancel.update(self._stores)
         self._plan.revoke.update(self._loads)
         self.manager.reset()
@@ -191,8 +206,11 @@ class SchedulerHalf:
             state.space = self.manager.space
             state.chunks = []
         state.local = local
+        state.computed = 0
         state.loading = False
-        state.stored = [0] * len(self._groups)
+        # What the device has kept from before a reset is not of the present space, whatever its hashes say.
+        first = local if self._device_is_stale else 0
+        state.stored = [-(-first // g.tokens_per_chunk) for g in self._groups]
         self._extend(state)
 
     def _extend(self, state: RequestState) -> None:
@@ -204,21 +222,18 @@ class SchedulerHalf:
             if hashes:
                 state.chunks[n] = Chunks.concat([state.chunks[n], make_chunks(state.space, group.group, hashes)])
 
-    def _storable_tokens(self, request: Request, computed: int) -> int:
+    def _storable_tokens(self, state: RequestState) -> int:
+        request = state.request
         limit = request.num_prompt_tokens if self._deployment.config.offload_prompt_only else request.num_tokens
-        return min(computed, limit)
+        return min(state.computed, int(limit))
 
-    def _final_tokens(self, request: Request) -> int:
-        """Tokens of an ended request whose KV is certain: what was computed, and never the last sampled one."""
-        return min(int(request.num_computed_tokens), int(request.num_tokens) - 1)
-
-    def _has_new_chunk(self, state: RequestState, computed: int) -> bool:
-        tokens = self._storable_tokens(state.request, computed)
+    def _has_new_chunk(self, state: RequestState) -> bool:
+        tokens = self._storable_tokens(state)
         return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored, strict=True))
 
-    def _store(self, state: RequestState, computed: int, tables: Sequence[Sequence[int]]) -> None:
-        """Plan to store the chunks that are complete when ``computed`` tokens are."""
-        tokens = self._storable_tokens(state.request, computed)
+    def _store(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
+        """Plan to store the chunks that are complete now."""
+        tokens = self._storable_tokens(state)
         self._extend(state)
         chosen: list[list[int]] = []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):

@@ -48,7 +48,10 @@ def open_manager(
     policy_class: type[Policy] = registry.load(
         "policy", config.eviction_policy, config.cache_policy_module_path, field="eviction_policy"
     )
-    trace = Trace(config.trace_path)
+    try:
+        trace = Trace(config.trace_path)
+    except OSError as error:
+        raise ConfigError("trace_path", f"cannot be opened: {error}", "a file that can be appended to") from error
     wake = threading.Event()
     region = Region.create(count * size)
     try:

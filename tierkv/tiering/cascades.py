@@ -82,7 +82,7 @@ class Cascades:
         return {"tier": record.tier.context.name, "chunks": len(ok) - failed, "failed": failed}
 
     def close(self) -> None:
-        """Stop the thread; what is still queued is not cascaded."""
+        """Stop the thread, after what is queued has been given to the tiers."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -114,7 +114,11 @@ class Cascades:
         slots, keys = slots[current], chunks.keys[current]
         self._cache.set_checksums(slots, sums[current])
         for tier in self._tiers:
-            self._backlogs[tier.context.name].extend(zip(slots.tolist(), keys, strict=True))
+            backlog = self._backlogs[tier.context.name]
+            backlog.extend(zip(slots.tolist(), keys, strict=True))
+            while len(backlog) > self._cache.num_slots:  # the oldest has long been evicted
+                backlog.popleft()
+                self._metrics.add("cascades_missed")
             self._feed(tier)
 
     def _feed(self, tier: Tier) -> None:

@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """A promotion: ``tier`` fills ``slots``, which are being written."""
+    """A promotion: ``tier`` fills ``slots``, which are being written. After ``deadline`` nobody waits for it."""
 
     tier: Tier
     slots: Offsets
     chunks: Chunks
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,19 @@ class StoreRecord:
 
     tier: Tier
     slots: Offsets
+
+
+def checked(result: JobResult, record: LoadRecord | StoreRecord) -> JobResult:
+    """``result``, or if it does not have one flag (and for a load, one checksum) a chunk, that all has failed."""
+    count = len(record.slots)
+    ok = np.asarray(result.ok)
+    sums = count if result.checksums is None else len(result.checksums)
+    needed = isinstance(record, LoadRecord) and result.checksums is None and ok.any()
+    if ok.shape == (count,) and sums == count and not needed:
+        return result
+    logger.error("tier %s gave a malformed report of job %d", record.tier.context.name, result.job_id)
+    none = np.zeros(count, np.bool_)
+    return JobResult(result.job_id, none, none.astype(np.uint64), dict.fromkeys(range(count), "malformed"))
 
 
 class JobTable:
@@ -68,6 +82,14 @@ class JobTable:
     def take(self, job_id: int) -> LoadRecord | StoreRecord | None:
         """The record of a job that a tier reports; None for one that is unknown or was reported before."""
         return self._jobs.pop(job_id, None)
+
+    def overdue_slots(self, tier: Tier, now: float) -> int:
+        """Slots that ``tier`` was to have filled by now."""
+        return sum(
+            len(r.slots)
+            for r in self._jobs.values()
+            if isinstance(r, LoadRecord) and r.tier is tier and now >= r.deadline
+        )
 
     def __len__(self) -> int:
         return len(self._jobs)

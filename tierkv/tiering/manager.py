@@ -14,6 +14,7 @@ No method blocks on a tier. Tiers are collected by the thread ``tierkv-manager``
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,12 +32,17 @@ from tierkv.layout.spec import ModelSpec
 from tierkv.metrics import Metrics
 from tierkv.tiering.cascades import Cascades
 from tierkv.tiering.hits import best_boundary, fitting_limit, needed
-from tierkv.tiering.jobs import JobTable, LoadRecord
+from tierkv.tiering.jobs import JobTable, LoadRecord, checked
 from tierkv.tiering.promotions import Promotions
 from tierkv.tiering.requests import NOWHERE, UNKNOWN, Hit, Query, concat_asked
 from tierkv.tiers.base import Tier
 from tierkv.tiers.lookups import LookupPool
 from tierkv.types import Chunks, Flags, Offsets, Space, key_list
+
+logger = logging.getLogger(__name__)
+
+#: The share of the slots that loads which a tier has not delivered in time may hold before it is not asked any more.
+OVERDUE_SHARE = 0.125
 
 #: How often tiers that do not call ``wake`` are asked for finished jobs.
 POLL_S = 0.005
@@ -185,6 +191,9 @@ class TieringManager:
             if hit is None or hit.answer is None or hit.answer <= hit.query.local:
                 return None
             hit.loading = True
+            promoted = min(hit.promoted, len(hit.pins))
+            self.metrics.add("hit_chunks_tier", promoted)
+            self.metrics.add("hit_chunks_host", len(hit.pins) - promoted)
             offsets = tuple(np.where(s >= 0, self._cache.offset(s), -1) for s in hit.slots)
             plan = LoadPlan(hit.answer, offsets)
         self._trace.emit("load_planned", request=request_id, chunks=len(hit.pins))
@@ -257,7 +266,10 @@ class TieringManager:
         self._cascades.close()
         self._lookups.close()
         for tier in self._tiers:
-            tier.close()
+            try:
+                tier.close()
+            except Exception:  # a user's tier may raise anything; the others are to be closed all the same
+                logger.exception("tier %s failed to close", tier.context.name)
         with self._lock:
             self._collect()
         self._trace.close()
@@ -306,9 +318,9 @@ class TieringManager:
             states = [self._cache.states(c.keys) for c in hit.query.chunks]
             boundary = best_boundary(self._groups, self._usable(hit, states), hit.query.local, limit, self._align)
             wanted = self._masks(hit, boundary)
-            unknown = [w & (s == ABSENT) & (v == UNKNOWN) for w, s, v in zip(wanted, states, hit.verdicts, strict=True)]
-            if self._tiers and any(u.any() for u in unknown):
-                self._ask_tiers(hit, unknown, now)
+            unknown = [(s == ABSENT) & (v == UNKNOWN) for s, v in zip(states, hit.verdicts, strict=True)]
+            if self._tiers and any((w & u).any() for w, u in zip(wanted, unknown, strict=True)):
+                self._ask_tiers(hit, unknown, boundary, now)
                 return None
             self._pin(hit, [w & (s != ABSENT) for w, s in zip(wanted, states, strict=True)])
             missing = [w & (s == ABSENT) for w, s in zip(wanted, states, strict=True)]
@@ -316,16 +328,15 @@ class TieringManager:
             room = self._cache.free + self._cache.evictable
             if count <= room:
                 break
-            if any(other.pins for other in self._hits.values() if other is not hit):
-                # Their pins go when they have loaded, so this one waits, and holds nothing meanwhile: requests
-                # that each held a part of the room could wait for each other for ever.
-                self._unpin_all(hit)
-                self.metrics.add("waits_for_room")
+            if self._may_wait_for_room(hit, now):
                 return None
             self.metrics.add("promotions_no_room")
             limit = fitting_limit(self._groups, missing, hit.query.local, boundary, room, self._align)
+        if count and self._older_one_waits(hit) and self._may_wait_for_room(hit, now):
+            return None
+        hit.room_deadline = None
         if count:
-            self._promote(hit, missing)
+            self._promote(hit, missing, now)
             states = [self._cache.states(c.keys) for c in hit.query.chunks]
         self._settle(hit, wanted)
         if any((w & (s == WRITING)).any() for w, s in zip(wanted, states, strict=True)):
@@ -354,11 +365,43 @@ class TieringManager:
             masks.append(mask)
         return masks
 
-    def _ask_tiers(self, hit: Hit, unknown: Sequence[Flags], now: float) -> None:
-        hit.asked = [np.flatnonzero(u) for u in unknown]
-        batch = concat_asked(hit.query.chunks, hit.asked)
+    def _ask_tiers(self, hit: Hit, unknown: Sequence[Flags], boundary: int, now: float) -> None:
+        """Ask for all that is unknown up to ``boundary``, a window's chunks behind the window too: one round.
+
+        A tier that holds its share of the slots with loads that are overdue is passed over until it reports.
+        """
+        hit.asked = []
+        for group, flags in zip(self._groups, unknown, strict=True):
+            first, last = hit.query.local // group.tokens_per_chunk, -(-boundary // group.tokens_per_chunk)
+            hit.asked.append(np.flatnonzero(flags[:last])[np.count_nonzero(flags[:first]) :])
+        share = OVERDUE_SHARE * self._cache.num_slots
+        hit.asked_tiers = [n for n, t in enumerate(self._tiers) if self._jobs.overdue_slots(t, now) < share]
         hit.lookup_deadline = now + self._config.lookup_timeout_s
-        hit.ticket = self._lookups.submit(self._tiers, batch, hit.query.context)
+        batch = concat_asked(hit.query.chunks, hit.asked)
+        hit.ticket = self._lookups.submit([self._tiers[n] for n in hit.asked_tiers], batch, hit.query.context)
+
+    def _older_one_waits(self, hit: Hit) -> bool:
+        """Whether a request that came before this one waits for room."""
+        for other in self._hits.values():
+            if other is hit:
+                return False
+            if other.room_deadline is not None:
+                return True
+        return False
+
+    def _may_wait_for_room(self, hit: Hit, now: float) -> bool:
+        """Whether ``hit`` should wait for the room that others hold now; if so, it holds nothing meanwhile.
+
+        Requests that each held a part of the room could wait for each other for ever.
+        """
+        if hit.room_deadline is None:
+            hit.room_deadline = now + self._config.load_timeout_s
+        others = any(other.pins for other in self._hits.values() if other is not hit)
+        if not others or now >= hit.room_deadline:
+            return False
+        self._unpin_all(hit)
+        self.metrics.add("waits_for_room")
+        return True
 
     def _pin(self, hit: Hit, present: Sequence[Flags]) -> None:
         for chunks, flags in zip(hit.query.chunks, present, strict=True):
@@ -366,11 +409,12 @@ class TieringManager:
             self._cache.pin(np.array(slots, np.int64))
             hit.pins.update(slots)
 
-    def _promote(self, hit: Hit, missing: Sequence[Flags]) -> None:
+    def _promote(self, hit: Hit, missing: Sequence[Flags], now: float) -> None:
         where = [np.flatnonzero(m) for m in missing]
         batch = concat_asked(hit.query.chunks, where)
         numbers = np.concatenate([v[w] for v, w in zip(hit.verdicts, where, strict=True)])
-        self._promotions.start(batch, numbers)
+        self._promotions.start(batch, numbers, now + self._config.load_timeout_s)
+        hit.promoted += len(batch)
         self._wake.set()
         self._count_evictions()
         for verdicts, indices in zip(hit.verdicts, where, strict=True):
@@ -386,8 +430,10 @@ class TieringManager:
         ]
         keep = {int(s) for slots in hit.slots for s in slots if s >= 0}
         surplus = hit.pins - keep
-        self._cache.unpin(np.fromiter(surplus, np.int64, len(surplus)))
-        hit.pins &= keep
+        if surplus:
+            self._cache.unpin(np.fromiter(surplus, np.int64, len(surplus)))
+            hit.pins &= keep
+            self._stir()
 
     def _stop_waiting(self, hit: Hit) -> None:
         """The deadline has passed: what is still being written is a miss for this request."""
@@ -410,7 +456,9 @@ class TieringManager:
         return indices[often]
 
     def _drop(self, request_id: str) -> None:
-        self._unpin_all(self._hits.pop(request_id))
+        hit = self._hits.pop(request_id)
+        hit.cancel_lookup()
+        self._unpin_all(hit)
         self._stir()
 
     def _unpin_all(self, hit: Hit) -> None:
@@ -433,6 +481,7 @@ class TieringManager:
                 record = self._jobs.take(result.job_id)
                 if record is None:
                     continue  # a tier that reports twice must not end another job's pins
+                result = checked(result, record)
                 if isinstance(record, LoadRecord):
                     self._trace.emit("tier_loaded", **self._promotions.finish(record, result))
                 else:

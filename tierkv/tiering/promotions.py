@@ -27,7 +27,7 @@ class Promotions:
         self._chunk_bytes = chunk_bytes
         self._metrics = metrics
 
-    def start(self, chunks: Chunks, tier_numbers: npt.NDArray[np.int16]) -> None:
+    def start(self, chunks: Chunks, tier_numbers: npt.NDArray[np.int16], deadline: float) -> None:
         """Reserve slots for ``chunks``, which are absent and have room, and ask each one's tier to fill them.
 
         The slots stay reserved until the tier has reported, however long that takes: a tier that is late
@@ -45,7 +45,7 @@ class Promotions:
                 self._chunk_bytes[chunks.groups[where]],
             )
             tier = self._tiers[int(number)]
-            self._jobs.submit(job, LoadRecord(tier, slots[where], job.chunks))
+            self._jobs.submit(job, LoadRecord(tier, slots[where], job.chunks, deadline))
 
     def finish(self, record: LoadRecord, result: JobResult) -> dict[str, Any]:
         """End a promotion: what was verified can be read from now on, the rest never existed."""

@@ -44,6 +44,8 @@ class Hit:
 
     verdicts: per group, what the tiers said of each chunk; a chunk that this request has had promoted is
         NOWHERE from then on, so that each is read at most once per request.
+    asked, asked_tiers: what the open lookup is about, by group, and the numbers of the tiers that it goes to.
+    load_deadline, room_deadline: until when it waits for chunks that are being written, and for room.
     late: per group, chunks that this request waits for no longer.
     pins: the slots that this request holds, each pinned once.
     boundary, slots: the answer once all is in the host: per group, the slot of each chunk, or -1.
@@ -56,8 +58,11 @@ class Hit:
     pins: set[int] = field(default_factory=set)
     ticket: LookupTicket | None = None
     asked: list[npt.NDArray[np.intp]] = field(default_factory=list)
+    asked_tiers: list[int] = field(default_factory=list)
     lookup_deadline: float = 0.0
     load_deadline: float | None = None
+    room_deadline: float | None = None
+    promoted: int = 0
     answer: int | None = None
     slots: list[Offsets] = field(default_factory=list)
     loading: bool = False
@@ -77,7 +82,7 @@ class Hit:
                 common = min(len(new), len(old))
                 new[:common] = old[:common]
         elif not same_space:
-            self.ticket = None  # its answers are about other chunks
+            self.cancel_lookup()  # its answers are about other chunks
         self.query = query
         self.dirty = True
 
@@ -85,18 +90,24 @@ class Hit:
         """Whether time or a lookup's end has changed what the answer would be."""
         if self.ticket is not None and (self.ticket.done or now >= self.lookup_deadline):
             return True
-        return self.load_deadline is not None and now >= self.load_deadline
+        return any(d is not None and now >= d for d in (self.load_deadline, self.room_deadline))
 
     def absorb_ticket(self) -> None:
         """Take over what the lookup has found; what it has not answered counts as a miss."""
         assert self.ticket is not None
-        found = np.asarray(self.ticket.found)
+        # The last entry stands for -1: nowhere.
+        found = np.array([*self.asked_tiers, NOWHERE], np.int16)[self.ticket.found]
         start = 0
         for verdicts, indices in zip(self.verdicts, self.asked, strict=True):
             verdicts[indices] = found[start : start + len(indices)]
             start += len(indices)
-        self.ticket.cancel()
-        self.ticket = None
+        self.cancel_lookup()
+
+    def cancel_lookup(self) -> None:
+        """Nobody waits for the open lookup any more, if there is one."""
+        if self.ticket is not None:
+            self.ticket.cancel()
+            self.ticket = None
 
 
 def concat_asked(chunks: Sequence[Chunks], asked: Sequence[npt.NDArray[np.intp]]) -> Chunks:

@@ -1,0 +1,51 @@
+"""Two ranks with one shared region."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_harness import BLOCK, Engine, assert_shm_clean, connector, fs, most_hits, same, settle, shm_names, tokens
+
+if TYPE_CHECKING:
+    from vllm_harness import Engines, Json, Oracle
+
+CHUNK = 2 * BLOCK
+PROMPTS = [tokens(seed, length) for seed, length in ((0, 3 * CHUNK), (1, 515), (2, 4 * CHUNK + 20))]
+HITS = [most_hits(len(p), CHUNK) for p in PROMPTS]
+
+
+def _start(engines: Engines, config: Json | None) -> Engine:
+    # A core for each rank; in a process of the engine's own, workers are started as a server starts them.
+    engine = engines.process(VLLM_CPU_OMP_THREADS_BIND="0|1")
+    engine.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp")
+    return engine
+
+
+def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """Reloaded from the host, and from fs by new processes; one rank does not take what two have stored."""
+    before = shm_names()
+    config = connector(blocks_per_chunk=2, secondary_tiers=[fs(tmp_path / "kv")])
+    first = _start(engines, config)
+    cold = first.generate(PROMPTS)
+    assert [a["external"] for a in cold] == [0, 0, 0]
+    first.forget_device()
+    again = first.generate(PROMPTS)
+    assert [a["external"] for a in again] == HITS
+    assert same(again, cold)
+    first.drain()
+    settle(tmp_path / "kv")
+    first.kill()
+    assert_shm_clean(before)
+
+    second = _start(engines, config)
+    again = second.generate(PROMPTS)
+    assert [a["external"] for a in again] == HITS
+    assert same(again, cold)
+    second.close()
+    assert_shm_clean(before)
+
+    with engines.running("llama", config) as single:
+        answers = single.generate(PROMPTS)
+        assert [a["external"] for a in answers] == [0, 0, 0]
+        assert same(answers, oracle("llama", PROMPTS))
