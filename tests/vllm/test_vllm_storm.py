@@ -11,25 +11,23 @@ from vllm_harness import BLOCK, connector, fs, settle, tokens
 if TYPE_CHECKING:
     from vllm_harness import Engines, Oracle
 
-DECODED = 90
+DECODED = 48
 
 #: Device blocks: enough for two or three of the requests. The groups of a model share them.
-DEVICE_BLOCKS = {"llama": 24, "gemma3": 100, "gpt-oss": 36}
+DEVICE_BLOCKS = {"llama": 16, "gemma3": 70, "gpt-oss": 24}
 
 
 def _prompts() -> list[list[int]]:
     """Three families that share two or three blocks, of different lengths."""
     roots = [tokens(1000 + i, (2 + i % 2) * BLOCK) for i in range(3)]
-    return [roots[i % 3] + tokens(1100 + i, 17 + 13 * (i % 7)) for i in range(15)]
+    return [roots[i % 3] + tokens(1100 + i, 17 + 13 * (i % 7)) for i in range(10)]
 
 
 @pytest.mark.parametrize(
     ("model", "prompt_only", "blocks"),
-    [("llama", False, 1), ("llama", True, 2), ("gemma3", False, 1), ("gpt-oss", False, 2)],
+    [("llama", False, 1), ("gemma3", False, 1), ("gpt-oss", True, 2)],
 )
-def test_storm(
-    model: str, prompt_only: bool, blocks: int, engines: Engines, oracle: Oracle, tmp_path: Path
-) -> None:
+def test_storm(model: str, prompt_only: bool, blocks: int, engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     prompts = _prompts()
     expected = [a["tokens"] for a in oracle(model, prompts, max_tokens=DECODED, logprobs=None)]
     config = connector(
@@ -37,7 +35,7 @@ def test_storm(
     )
     options = {
         "num_gpu_blocks_override": DEVICE_BLOCKS[model],
-        "max_model_len": 352,
+        "max_model_len": 256,
         "max_num_batched_tokens": 128,
         "max_num_seqs": 8,
     }
@@ -45,14 +43,15 @@ def test_storm(
         # Stores that read late, and loads that write late, meet blocks that have changed hands if nothing waits.
         engine("call", function="slow_copies", arguments={"store": True, "seconds": 0.004})
         engine("call", function="slow_copies", arguments={"store": False, "seconds": 0.004})
-        for attempt in range(3):
+        for attempt in ("computed", "reloaded"):
             answers = engine.generate(prompts, together=True, max_tokens=DECODED, logprobs=None)
-            assert [a["tokens"] for a in answers] == expected, f"attempt {attempt}"
-            if attempt == 1:
-                engine.forget_device()
+            assert [a["tokens"] for a in answers] == expected, attempt
+            engine.forget_device()
         counters = engine("metrics")
+        print(f"\n{model}: {counters['num_preemptions']:.0f} preemptions, ", end="")
+        print(f"{counters['external_prefix_cache_hits']:.0f} tokens reloaded")
         assert counters["num_preemptions"] > 0
-        assert counters["external_prefix_cache_hits"] > 1000
+        assert counters["external_prefix_cache_hits"] > 500
         engine.drain()
         settle(tmp_path / "kv")
         assert engine("free_blocks") == engine.device_blocks

@@ -5,7 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_harness import BLOCK, Engine, assert_shm_clean, connector, fs, most_hits, same, settle, shm_names, tokens
+from vllm_harness import (
+    BLOCK,
+    VLLMS_OWN,
+    Engine,
+    assert_shm_clean,
+    connector,
+    fs,
+    most_hits,
+    same,
+    settle,
+    shm_names,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from vllm_harness import Engines, Json, Oracle
@@ -36,14 +48,14 @@ def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     first.drain()
     settle(tmp_path / "kv")
     first.kill()
-    assert_shm_clean(before)
+    assert_shm_clean(before, VLLMS_OWN)
 
     second = _start(engines, config)
     again = second.generate(PROMPTS)
     assert [a["external"] for a in again] == HITS
     assert same(again, cold)
     second.close()
-    assert_shm_clean(before)
+    assert_shm_clean(before, VLLMS_OWN)
 
     with engines.running("llama", config) as single:
         answers = single.generate(PROMPTS)

@@ -119,6 +119,10 @@ def settle(root: Path, quiet: float = 0.4, timeout: float = 20.0) -> int:
 
 # -- shared memory
 
+#: What vLLM itself, without a connector, leaves behind when all processes of a server or of several ranks are
+#: killed at once: its message queues, and the semaphores of its multiprocessing.
+VLLMS_OWN = ("psm_", "sem.mp-", "vllm_dist_")
+
 
 def shm_names() -> set[str]:
     return set(os.listdir(SHM))
@@ -141,10 +145,16 @@ def orphaned_shm(before: set[str]) -> set[str]:
     return shm_names() - before - held
 
 
-def assert_shm_clean(before: set[str], timeout: float = 5.0) -> None:
-    """Nothing new is left behind; a process that is just ending has ``timeout`` to do so."""
+def assert_shm_clean(before: set[str], ignore: tuple[str, ...] = (), timeout: float = 5.0) -> None:
+    """Nothing new is left behind; a process that is just ending has ``timeout`` to do so.
+
+    Names that start with one of ``ignore`` are removed instead.
+    """
     until = time.monotonic() + timeout
     while left := orphaned_shm(before):
+        for name in left:
+            if name.startswith(ignore):
+                (SHM / name).unlink(missing_ok=True)
         assert time.monotonic() < until, f"left in {SHM}: {sorted(left)}"
         time.sleep(0.1)
 
