@@ -71,7 +71,7 @@ def test_tier_that_fails(engines: Engines, oracle: Oracle, tmp_path: Path) -> No
         with engines.running("gpt-oss", config) as engine:
             engine.generate(prompts)
             engine.drain()
-            settle(tmp_path / "kv")
+            settle(tmp_path / fault)
             assert engine.reset(connector=True)
             answers = engine.generate(prompts)
             assert same(answers, expected), fault
@@ -80,5 +80,5 @@ def test_tier_that_fails(engines: Engines, oracle: Oracle, tmp_path: Path) -> No
 
 def _faulty(tmp_path: Path, fault: str) -> dict[str, Any]:
     path = "tierkv.testing.faults:FaultyTier"
-    tier = {"type": "faulty", "module_path": path, "inner": fs(tmp_path / "kv"), "seed": 1, "on": "loads", fault: 0.5}
+    tier = {"type": "faulty", "module_path": path, "inner": fs(tmp_path / fault), "seed": 1, "on": "loads", fault: 0.5}
     return {**tier, "late_s": 1.0} if fault == "late" else tier

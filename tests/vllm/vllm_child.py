@@ -226,8 +226,6 @@ def serve(connection: socket.socket) -> None:
 
 def main() -> None:
     # What every engine imports. No engine, no thread: forks of this process start as a fresh one would.
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker
     from vllm import LLM, SamplingParams  # noqa: F401
 
     listener = socket.socket(socket.AF_UNIX)

@@ -28,6 +28,9 @@ Prompt = list[int] | Json
 BLOCK = 32
 SHM = Path("/dev/shm")
 
+#: One thread for each engine: two would wait for each other whenever another process wants a core.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,9 +38,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # One thread for each engine: two would wait for each other whenever another process wants a core.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **ONE_THREAD,
     # The engines run the tierkv that the tests import, installed or not.
     "PYTHONPATH": os.pathsep.join(
         filter(None, [str(Path(tierkv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -399,7 +400,9 @@ def free_port() -> int:
 class Server:
     """vLLM's OpenAI server, in a process group of its own."""
 
-    def __init__(self, model: Path, log: Path, kv_transfer_config: Json | None, **options: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, kv_transfer_config: Json | None, *, all_cores: bool = False, **options: Any
+    ) -> None:
         self.port = free_port()
         self.log = log
         arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -409,7 +412,8 @@ class Server:
         if kv_transfer_config is not None:
             arguments += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
         environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
-        del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", *(ONE_THREAD if all_cores else ())):
+            del environment[name]
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 [*arguments, "--enforce-eager"],

@@ -6,6 +6,7 @@ A subcommand's module imports little; what it needs beyond the core is imported 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,10 +30,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 if what was asked for was found not to hold, 2 for an error, 130 for Ctrl-C."""
     args = make_parser().parse_args(argv)
+    # To be asked to end is no reason to leave child processes and temporary files behind.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return int(args.run(args))
     except TierKVError as error:
         print(f"tierkv: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
