@@ -154,4 +154,6 @@ def _as_config_error(error: msgspec.ValidationError, path: str, fields: Mapping[
 
 
 def _accepted(field: Any) -> str:
-    return "" if field is None else str(getattr(field.type, "__metadata__", "") and "an integer above 0" or field.type)
+    return (
+        "" if field is None else str((getattr(field.type, "__metadata__", "") and "an integer above 0") or field.type)
+    )

@@ -72,7 +72,11 @@ def test_one_request_is_served_by_several_tiers(tmp_path: Path) -> None:
         bench.settle()
     with Bench(tiers=[fs(tmp_path / "one"), fs(tmp_path / "two", name="second")]) as bench:
         bench.store("a", 1)
-        assert bench.load("a", 6, "r") == 6 * TOKENS
+        assert bench.boundary("a", 6, "r") == 6 * TOKENS
+        plan = bench.manager.begin_load("r")
+        assert plan is not None and plan.sources == {"host": TOKENS, "disk": 5 * TOKENS}
+        bench.manager.finish_load("r", ok=True)
+        assert bench.load("a", 6, "r2") == 6 * TOKENS
         bench.assert_at_rest()
 
 

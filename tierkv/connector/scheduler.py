@@ -47,6 +47,7 @@ class RequestState:
     local: int = 0
     computed: int = 0
     loading: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -133,7 +134,12 @@ class SchedulerHalf:
         self._loads[job_id] = LoadWork(request_id, self._ranks)
         self._plan.loads.append((request_id, Transfer(job_id, False, planned)))
         state.loading = True
+        state.sources = plan.sources if plan is not None and boundary == plan.boundary else {}
         state.stored = [boundary // g.tokens_per_chunk for g in self._groups]
+
+    def hit_sources(self, request_id: str) -> dict[str, int]:
+        """Tokens of the load that ``allocated`` has planned, by source; empty if the engine has cut it short."""
+        return self._requests[request_id].sources
 
     def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """The request has ended; its blocks are freed right after, so what is still to be stored is fenced."""

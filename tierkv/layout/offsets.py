@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable
 from typing import TypeVar
 
-import numba  # type: ignore[import-untyped]
+import numba
 import numpy as np
 
 from tierkv.types import Offsets

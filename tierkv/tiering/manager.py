@@ -60,10 +60,15 @@ class StoreTicket:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Where a request's prefix lies: per group, the byte offset of each chunk in the region, or -1."""
+    """Where a request's prefix lies.
+
+    offsets: per group, the byte offset of each chunk in the region, or -1.
+    sources: the tokens that the hit serves, by where they came from: ``host``, or a tier's ``hit_source``.
+    """
 
     boundary: int
     offsets: tuple[Offsets, ...]
+    sources: dict[str, int]
 
 
 class TieringManager:
@@ -195,7 +200,7 @@ class TieringManager:
             self.metrics.add("hit_chunks_tier", promoted)
             self.metrics.add("hit_chunks_host", len(hit.pins) - promoted)
             offsets = tuple(np.where(s >= 0, self._cache.offset(s), -1) for s in hit.slots)
-            plan = LoadPlan(hit.answer, offsets)
+            plan = LoadPlan(hit.answer, offsets, self._sources(hit, hit.answer))
         self._trace.emit("load_planned", request=request_id, chunks=len(hit.pins))
         return plan
 
@@ -347,6 +352,18 @@ class TieringManager:
             self._trace.emit("promoted", request=hit.query.context.request_id, chunks=len(hit.pins))
         return boundary
 
+    def _sources(self, hit: Hit, boundary: int) -> dict[str, int]:
+        """Tokens by source, by the first group: one without a window, if there is one, has a chunk for each."""
+        first = min(range(len(self._groups)), key=lambda n: self._groups[n].window > 0)
+        size, local = self._groups[first].tokens_per_chunk, hit.query.local
+        sources: dict[str, int] = {}
+        for chunk in range(local // size, -(-boundary // size)):
+            origin = int(hit.origins[first][chunk])
+            source = "host" if origin == NOWHERE else self._tiers[origin].hit_source
+            tokens = min((chunk + 1) * size, boundary) - max(chunk * size, local)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
+
     def _usable(self, hit: Hit, states: Sequence[npt.NDArray[np.uint8]]) -> list[Flags]:
         """What may be counted on, the answers of tiers that were not asked yet taken for yes."""
         floor = UNKNOWN if self._tiers else 0
@@ -417,7 +434,8 @@ class TieringManager:
         hit.promoted += len(batch)
         self._wake.set()
         self._count_evictions()
-        for verdicts, indices in zip(hit.verdicts, where, strict=True):
+        for origins, verdicts, indices in zip(hit.origins, hit.verdicts, where, strict=True):
+            origins[indices] = verdicts[indices]
             verdicts[indices] = NOWHERE  # whatever comes of it, this request does not have it read again
         self._pin(hit, missing)
         self._trace.emit("lookup_found", request=hit.query.context.request_id, chunks=len(batch))

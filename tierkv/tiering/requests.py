@@ -47,6 +47,7 @@ class Hit:
     asked, asked_tiers: what the open lookup is about, by group, and the numbers of the tiers that it goes to.
     load_deadline, room_deadline: until when it waits for chunks that are being written, and for room.
     late: per group, chunks that this request waits for no longer.
+    origins: per group, the number of the tier that this request had a chunk promoted from, or NOWHERE.
     pins: the slots that this request holds, each pinned once.
     boundary, slots: the answer once all is in the host: per group, the slot of each chunk, or -1.
     dirty: something has changed that could change the answer.
@@ -55,6 +56,7 @@ class Hit:
     query: Query
     verdicts: list[npt.NDArray[np.int16]] = field(default_factory=list)
     late: list[Flags] = field(default_factory=list)
+    origins: list[npt.NDArray[np.int16]] = field(default_factory=list)
     pins: set[int] = field(default_factory=set)
     ticket: LookupTicket | None = None
     asked: list[npt.NDArray[np.intp]] = field(default_factory=list)
@@ -74,13 +76,14 @@ class Hit:
     def restart(self, query: Query) -> None:
         """Take a new query, keeping what is known of chunks that both have."""
         same_space = query.space == self.query.space
-        old_verdicts, old_late = self.verdicts, self.late
+        old = (*self.verdicts, *self.late, *self.origins)
         self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
         self.late = [np.zeros(len(c), np.bool_) for c in query.chunks]
-        if same_space and old_verdicts:
-            for new, old in [*zip(self.verdicts, old_verdicts, strict=True), *zip(self.late, old_late, strict=False)]:
-                common = min(len(new), len(old))
-                new[:common] = old[:common]
+        self.origins = [np.full(len(c), NOWHERE, np.int16) for c in query.chunks]
+        if same_space and old:
+            for new, before in zip((*self.verdicts, *self.late, *self.origins), old, strict=True):
+                common = min(len(new), len(before))
+                new[:common] = before[:common]
         elif not same_space:
             self.cancel_lookup()  # its answers are about other chunks
         self.query = query

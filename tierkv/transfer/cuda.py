@@ -142,13 +142,13 @@ def _register(region: HostMemory, device: torch.device) -> bool:
 
 
 def _new_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream()
 
 
 def _new_event() -> torch.cuda.Event:
     # blocking: whoever waits sleeps, rather than spinning on a processor that the engine needs.
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True, blocking=True)
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
