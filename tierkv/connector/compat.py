@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tierkv.errors import UnsupportedError
 
@@ -87,6 +88,14 @@ def weights_directory(model: str, revision: str | None, download_dir: str | None
         return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except Exception:  # whatever the hub's client raises, the answer is that the files are not here
         return None
+
+
+def hit_source(name: str) -> CacheHitSource:
+    """The engine's word for where a tier keeps its chunks; a user's tier may have one that the engine has not."""
+    try:
+        return CacheHitSource(name)
+    except ValueError:
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def layer_spec(group_spec: Any, layer: str) -> Any:

@@ -99,10 +99,13 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        sources = self.scheduler_half.hit_sources(request.request_id)
-        if sum(sources.values()) != num_external_tokens:
-            return super().get_external_cache_hit_sources(request, num_external_tokens)
-        return {CacheHitSource(source): tokens for source, tokens in sources.items()}
+        named: dict[CacheHitSource, int] = {}
+        for name, tokens in self.scheduler_half.hit_sources(request.request_id).items():
+            source = compat.hit_source(name)
+            named[source] = named.get(source, 0) + tokens
+        if sum(named.values()) != num_external_tokens:  # cut short, or not ours
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
+        return named
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_half.plan_step(scheduler_output)
