@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -149,11 +150,14 @@ def _as_config_error(error: msgspec.ValidationError, path: str, fields: Mapping[
         name = _join(field, missing.group(1))
         return ConfigError(_join(path, name), "missing", _accepted(fields.get(name)))
     expected = re.match(r"Expected (.+?)(?:, got .*)?$", message)
-    accepted = expected.group(1) if expected else _accepted(fields.get(field.partition("[")[0]))
+    known = fields.get(field.partition("[")[0])
+    accepted = expected.group(1) if expected else ", ".join(map(repr, typing.get_args(known and known.type)))
     return ConfigError(_join(path, field) if field else path, message, accepted.replace("`", ""))
 
 
 def _accepted(field: Any) -> str:
-    return (
-        "" if field is None else str((getattr(field.type, "__metadata__", "") and "an integer above 0") or field.type)
-    )
+    """What a field accepts, in words."""
+    if field is None:
+        return ""
+    words = {Positive: "an integer above 0", NonNegative: "an integer, 0 or above", Seconds: "seconds above 0"}
+    return words.get(field.type) or str(getattr(field.type, "__name__", field.type))
