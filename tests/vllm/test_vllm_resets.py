@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_harness import BLOCK, Engine, connector, fs, most_hits, same, settle, tokens
+from vllm_harness import BLOCK, Engine, EngineError, connector, fs, most_hits, same, settle, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +74,33 @@ def test_device_reset_while_storing(engines: Engines, oracle: Oracle, tmp_path: 
         again = engine.generate(prompts)
         assert [a["external"] for a in again] == [10 * BLOCK] * 6
         assert same(again, expected)
+
+
+def test_reset_while_loading(engines: Engines, oracle: Oracle) -> None:
+    """vLLM refuses it while blocks wait to be filled, whatever the connector; then the load ends as it would have."""
+    prompt = tokens(50, 600)
+    expected = oracle("llama", [prompt])
+    with engines.running("llama", connector()) as engine:
+        engine.one(prompt)
+        engine("call", function="slow_copies", arguments={"store": False, "seconds": 1.0})
+        for reset in (_sleep, _reset_all, Engine.reset):
+            engine.forget_device()
+            name = engine.submit(prompt)
+            run = engine.step(count=3, pause=0.01)
+            assert run["samples"][-1][1] < engine.device_blocks, "no load is under way"
+            if reset is Engine.reset:
+                assert not engine.reset()
+            else:
+                with pytest.raises(EngineError, match="waiting for remote KV transfer"):
+                    reset(engine)
+            if reset is _sleep:
+                assert engine("wake_up")
+                engine("abort", requests=[name])
+            else:
+                assert same(list(engine.step(pause=0.01)["answers"].values()), expected)
+            engine.drain()
+            assert engine("free_blocks") == engine.device_blocks
+            assert same([engine.one(prompt)], expected)
 
 
 def test_reset_forgets_tiers_and_restart_does_not(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def weights_directory(model: str, revision: str | None, download_dir: str | None
         return None
 
 
+def shield_numba() -> None:
+    """Let a second engine start in a process that has loaded Numba.
+
+    When a worker of vLLM 0.32 for the CPU starts, it asks every global of every module for its ``__dict__``. One of
+    llvmlite's answers any attribute with a function, which that code cannot deal with.
+    """
+    from llvmlite.binding import ffi
+
+    functions = getattr(ffi.lib, "_fntab", None)
+    if isinstance(functions, dict):
+        functions.setdefault("__dict__", {})
+
+
 def hit_source(name: str) -> CacheHitSource:
     """The engine's word for where a tier keeps its chunks; a user's tier may have one that the engine has not."""
     try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from vllm.logger import init_logger
 
+from tierkv.connector import compat
 from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.errors import TierKVError, UnsupportedError
@@ -68,10 +69,10 @@ class WorkerHalf:
         for spec in model.groups:
             views = (device_page_view(p.layer, caches[p.layer], self._num_blocks, p.page_bytes) for p in spec.pages)
             self._groups.append(DeviceGroup(GroupPacking(spec, self._rank, model.ranks), tuple(views)))
-        # Not imported with this module: vLLM 0.32 for the CPU looks through all loaded modules when a worker
-        # starts, and fails on one of Numba's.
+        # Not imported with this module: see ``shield_numba``.
         from tierkv.layout.offsets import warm_up
 
+        compat.shield_numba()
         warm_up()  # compiles the copy kernels now, not within the first step
 
     def before_forward(self, plan: StepPlan) -> None:
