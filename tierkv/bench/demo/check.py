@@ -4,10 +4,12 @@ One prompt at a time, an engine repeats itself bit for bit, as long as it finds 
 computing 128 tokens behind 896 cached ones rounds differently from computing 1,024 at once, on some processors. So each
 probe is compared with a run without offload in which the engine itself had as many tokens cached.
 
-Many prompts at a time, what is computed together depends on what was cached, and rounding with it. Two runs without
-offload say how much: one that recomputes and one that has everything on the device. The tolerance is twice the largest
-difference between those two, since the largest of a sample is not the largest there is. Tokens must be equal,
-except where the run without offload was itself undecided: its two best tokens within the tolerance.
+Many prompts at a time, what is computed together depends on what was cached, and rounding with it: with bf16 on a
+processor with matrix units, computing 512 tokens a step instead of 1,024 moves log probabilities by tenths. Two runs
+without offload say how much: one recomputes everything in the usual steps, the other has everything on the device and
+computes in steps of one conversation's new tokens. The tolerance is twice the largest difference between those two,
+since the largest of a sample is not the largest there is. Tokens must be equal, except where the run without offload
+was itself undecided: its two best tokens within the tolerance.
 """
 
 from __future__ import annotations

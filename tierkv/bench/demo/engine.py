@@ -53,7 +53,7 @@ class Session:
             kv_cache_memory_bytes=run.device_tokens * KV_BYTES_PER_TOKEN,
             block_size=scenario.block_size,
             max_num_seqs=scenario.max_num_seqs,
-            max_num_batched_tokens=scenario.max_num_batched_tokens,
+            max_num_batched_tokens=run.max_num_batched_tokens,
             kv_transfer_config=run.connector(),
             enforce_eager=True,  # there is no compiler to wait for on the CPU
             disable_log_stats=False,  # the hit counters are part of the statistics

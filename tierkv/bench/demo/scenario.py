@@ -12,8 +12,8 @@ import numpy as np
 KV_BYTES_PER_TOKEN = 23_040
 _FIRST_WORD, _WORDS = 100, 49_000  # token ids of ordinary text: behind the special tokens, within the vocabulary
 
-#: Without offload, twice: with the device memory of the scenario, and with enough for everything. The second is the
-#: most that any cache could reach, and two runs without offload say how far outputs may differ.
+#: Without offload, twice: with the device memory of the scenario, and with enough for everything. The second is about
+#: what the best of caches could reach, and it computes in other steps, so that the two say how far outputs may differ.
 NONE, AMPLE, HOST, HOST_FS = "no offload", "all on device", "host", "host + fs"
 MODES = (NONE, AMPLE, HOST, HOST_FS)
 OFFLOADED = (HOST, HOST_FS)
@@ -72,6 +72,15 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def offloaded(self) -> bool:
         return self.mode in OFFLOADED
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step. ``AMPLE`` takes the smallest steps that offload leads to: one conversation's new tokens.
+
+        How a sum is rounded depends on how many tokens are computed together, most of all on processors with matrix
+        units. What differs between these steps and the usual ones is what may differ with offload.
+        """
+        return self.scenario.growth if self.mode == AMPLE else self.scenario.max_num_batched_tokens
 
     @property
     def device_tokens(self) -> int:
