@@ -46,7 +46,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 FULL = Scenario()
 #: One pool that fits neither the device nor the host, on half the memory and less.
-QUICK = Scenario(pools=(8,), rounds=3, device_tokens=4_096, host_tokens=6_144, probes=1, max_num_seqs=2)
+QUICK = Scenario(pools=(6,), rounds=2, device_tokens=4_096, host_tokens=6_144, probes=1, max_num_seqs=2)
 
 
 def conversation(name: str, tokens: int) -> list[int]:
