@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm_harness import BLOCK, VLLMS_OWN, Server, assert_shm_clean, connector, fs, settle, shm_names, tokens, wait_for
+from vllm_harness import BLOCK, Server, assert_shm_clean, connector, fs, settle, shm_names, tokens, wait_for
 
 if TYPE_CHECKING:
     from vllm_harness import Engines
@@ -53,7 +53,7 @@ def _check(servers: list[Server], start: Any, root: Path, length: int, least: fl
 
     settle(root, quiet=1.0)
     one.kill()
-    assert_shm_clean(before, VLLMS_OWN)
+    assert_shm_clean(before)
     restarted = start("restarted")
     servers.append(restarted.wait())
     again, hits = watch.ask("first request after kill -9", restarted, mine)
@@ -61,7 +61,7 @@ def _check(servers: list[Server], start: Any, root: Path, length: int, least: fl
     assert hits >= least * length
     other.terminate()
     restarted.kill()
-    assert_shm_clean(before, VLLMS_OWN)
+    assert_shm_clean(before)
     return watch
 
 

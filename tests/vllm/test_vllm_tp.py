@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm_harness import (
     BLOCK,
-    VLLMS_OWN,
     Engine,
     assert_shm_clean,
     connector,
@@ -45,14 +44,14 @@ def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     first.drain()
     settle(tmp_path / "kv")
     first.kill()
-    assert_shm_clean(before, VLLMS_OWN)
+    assert_shm_clean(before)
 
     second = _start(engines, config)
     again = second.generate(PROMPTS)
     assert [a["external"] for a in again] == HITS
     assert same(again, cold)
     second.close()
-    assert_shm_clean(before, VLLMS_OWN)
+    assert_shm_clean(before)
 
     with engines.running("llama", config) as single:
         answers = single.generate(PROMPTS)

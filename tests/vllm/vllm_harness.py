@@ -146,15 +146,15 @@ def orphaned_shm(before: set[str]) -> set[str]:
     return shm_names() - before - held
 
 
-def assert_shm_clean(before: set[str], ignore: tuple[str, ...] = (), timeout: float = 5.0) -> None:
-    """Nothing new is left behind; a process that is just ending has ``timeout`` to do so.
+def assert_shm_clean(before: set[str], timeout: float = 5.0) -> None:
+    """Nothing of ours is left behind; a process that is just ending has ``timeout`` to do so.
 
-    Names that start with one of ``ignore`` are removed instead.
+    What vLLM leaves behind, here or in a test that runs beside this one, is removed.
     """
     until = time.monotonic() + timeout
     while left := orphaned_shm(before):
         for name in left:
-            if name.startswith(ignore):
+            if name.startswith(VLLMS_OWN):
                 (SHM / name).unlink(missing_ok=True)
         assert time.monotonic() < until, f"left in {SHM}: {sorted(left)}"
         time.sleep(0.1)
