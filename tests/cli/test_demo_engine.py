@@ -10,7 +10,7 @@ import pytest
 from tierkv import cli
 from tierkv.bench.demo import scenario
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.soak
 
 SMALL = scenario.Scenario(
     pools=(4,), rounds=2, first_prompt=384, growth=128, device_tokens=1_024, host_tokens=1_536, probes=1, max_num_seqs=1
