@@ -22,6 +22,7 @@ from tierkv.config import WITHOUT_EFFECT, CacheConfig, parse
 from tierkv.connector import compat
 from tierkv.errors import ConfigError, UnsupportedError
 from tierkv.keys import GroupNamespace, Namespace
+from tierkv.layout import canonical
 from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
 from tierkv.weights import weights_identity
 
@@ -214,7 +215,7 @@ def _group_namespace(spec: GroupSpec, group: KVCacheGroupSpec) -> GroupNamespace
 def _layout(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     name = compat.layout_name(vllm_config, kv_cache_config)
     if deployment.model.ranks == 1 and name in CANONICAL_LAYOUTS:
-        return "canonical-1"
+        return canonical.layout_name(deployment.model)
     topology = f"topology:tp={deployment.model.ranks},layout={name}"
     logger.info("The KV cache is kept as opaque bytes of %s: only engines of that topology share it.", topology)
     return topology

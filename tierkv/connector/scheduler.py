@@ -50,21 +50,31 @@ class RequestState:
     sources: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True, kw_only=True)
+class RankWork:
+    """A job that every rank does its part of. ``ok``: no rank has failed so far."""
+
+    ranks_left: int
+    ok: bool = True
+
+    def reported(self, ranks: int, ok: bool) -> bool:
+        """``ranks`` more have ended their part; whether all have now."""
+        self.ranks_left -= ranks
+        self.ok &= ok
+        return self.ranks_left <= 0
+
+
 @dataclass(slots=True)
-class StoreWork:
+class StoreWork(RankWork):
     """A store that workers have been, or will be, told of. ``blocks``: the device blocks that it reads."""
 
     ticket: StoreTicket
     blocks: list[int]
-    ranks_left: int
-    ok: bool = True
 
 
 @dataclass(slots=True)
-class LoadWork:
+class LoadWork(RankWork):
     request_id: str
-    ranks_left: int
-    ok: bool = True
 
 
 class SchedulerHalf:
@@ -131,7 +141,7 @@ class SchedulerHalf:
             self._plan.failed_loads.append(request_id)
             return
         job_id = next(self._ids)
-        self._loads[job_id] = LoadWork(request_id, self._ranks)
+        self._loads[job_id] = LoadWork(request_id, ranks_left=self._ranks)
         self._plan.loads.append((request_id, Transfer(job_id, False, planned)))
         state.loading = True
         state.sources = plan.sources if plan is not None and boundary == plan.boundary else {}
@@ -265,7 +275,7 @@ class SchedulerHalf:
                 copies.append(plans.store_copies(n, group, tables[i], chunks, ticket.offsets[inside]))
                 blocks.extend(copies[-1].blocks.tolist())
         job_id = next(self._ids)
-        self._stores[job_id] = StoreWork(ticket, blocks, self._ranks)
+        self._stores[job_id] = StoreWork(ticket, blocks, ranks_left=self._ranks)
         for block in blocks:
             self._readers.setdefault(block, set()).add(job_id)
         self._plan.stores.append(Transfer(job_id, True, tuple(copies)))
@@ -289,9 +299,7 @@ class SchedulerHalf:
 
     def _end_store(self, job_id: int, ranks: int, ok: bool) -> None:
         work = self._stores[job_id]
-        work.ranks_left -= ranks
-        work.ok &= ok
-        if work.ranks_left > 0:
+        if not work.reported(ranks, ok):
             return
         del self._stores[job_id]
         for block in work.blocks:
@@ -303,9 +311,7 @@ class SchedulerHalf:
 
     def _end_load(self, job_id: int, ranks: int, ok: bool) -> None:
         work = self._loads[job_id]
-        work.ranks_left -= ranks
-        work.ok &= ok
-        if work.ranks_left > 0:
+        if not work.reported(ranks, ok):
             return
         del self._loads[job_id]
         self.manager.finish_load(work.request_id, work.ok)
