@@ -247,7 +247,7 @@ def test_a_reset_during_the_checksum_keeps_the_chunk_from_the_tiers(
         assert reset.wait(10)
         return 1
 
-    monkeypatch.setattr("tierkv.tiering.cascades.xxhash.xxh3_64_intdigest", slow_checksum)
+    monkeypatch.setattr("tierkv.tiering.cascades.canonical.checksum", slow_checksum)
     with Bench(tiers=[fs(tmp_path)]) as bench:
         bench.store("a", 2)
         assert summing.wait(10)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from tierkv.host.cache import HostCache
+from tierkv.layout import canonical
 from tierkv.metrics import Metrics
 from tierkv.tiering.jobs import JobTable, StoreRecord
 from tierkv.tiers.base import Tier
@@ -95,7 +95,7 @@ class Cascades:
                 lengths = self._chunk_bytes[self._cache.chunks(slots).groups]
             sums = np.array(
                 [
-                    xxhash.xxh3_64_intdigest(self._view[o : o + n])
+                    canonical.checksum(self._view[o : o + n])
                     for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)
                 ],
                 np.uint64,

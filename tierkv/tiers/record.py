@@ -47,9 +47,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-import xxhash
-
 from tierkv.errors import RecordError
+from tierkv.layout import canonical
 from tierkv.types import ChunkName, Space
 
 HEADER_BYTES = 512
@@ -90,7 +89,7 @@ class Header(NamedTuple):
 
 def payload_checksum(payload: Buffer) -> int:
     """The xxh3-64 of ``payload``."""
-    return xxhash.xxh3_64_intdigest(payload)
+    return canonical.checksum(payload)
 
 
 def encode_header(name: ChunkName, length: int, checksum: int) -> bytes:
