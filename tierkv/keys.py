@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tierkv.types import DIGEST_BYTES, KEY_BYTES, Chunks, Keys, Space
+from tierkv.types import DIGEST_BYTES, KEY_BYTES, Chunks, Hashes, Keys, Space
 
 FORMAT_VERSION = 1
 
@@ -96,21 +96,98 @@ def group_mask(space: Space, group: int) -> npt.NDArray[np.uint64]:
     return np.frombuffer(xxhash.xxh3_128_digest(material), dtype="<u8").astype(np.uint64)
 
 
-def make_keys(space: Space, group: int, hashes: Sequence[bytes]) -> Keys:
-    """The keys of the chunks of ``group`` whose last hash blocks are ``hashes`` (16 bytes or more each)."""
-    tails = b"".join([h[-KEY_BYTES:] for h in hashes])
-    assert len(tails) == KEY_BYTES * len(hashes), "block hashes have at least 16 bytes"
-    return np.frombuffer(tails, dtype="<u8").reshape(-1, 2) ^ group_mask(space, group)
+def hash_array(hashes: Sequence[bytes]) -> Hashes:
+    """Block hashes, all of the same length of at least 16 bytes, as ``(n, bytes)``.
+
+    Raises:
+        ValueError: they are shorter, or not all of one length.
+    """
+    size = len(hashes[0]) if hashes else 0
+    joined = b"".join(hashes)
+    if hashes and (size < KEY_BYTES or len(joined) != size * len(hashes)):
+        raise ValueError(f"block hashes must have one length of at least {KEY_BYTES} bytes, not {size} and others")
+    return np.frombuffer(joined, np.uint8).reshape(len(hashes), size)
+
+
+def make_keys(space: Space, group: int, hashes: Hashes) -> Keys:
+    """The keys of the chunks of ``group`` whose last hash blocks are ``hashes``."""
+    if not len(hashes):
+        return np.empty((0, 2), np.uint64)
+    return np.ascontiguousarray(hashes[:, -KEY_BYTES:]).view("<u8") ^ group_mask(space, group)
 
 
 def make_chunks(space: Space, group: int, hashes: Sequence[bytes]) -> Chunks:
     """The chunks of one group, named by the hashes of their last hash blocks."""
-    return Chunks(space, make_keys(space, group, hashes), np.full(len(hashes), group, np.int32), list(hashes))
+    array = hash_array(hashes)
+    return Chunks(space, make_keys(space, group, array), np.full(len(hashes), group, np.int32), array)
 
 
-def chunk_hashes(block_hashes: Sequence[bytes], hashes_per_chunk: int, first: int = 0) -> list[bytes]:
-    """The hashes that name the complete chunks from number ``first`` on: each chunk's last one."""
-    return list(block_hashes[(first + 1) * hashes_per_chunk - 1 :: hashes_per_chunk])
+class RequestChunks:
+    """The complete chunks of one request, by group; they only grow, and each hash is converted once.
+
+    chunks: for each group, its chunks from the first token on: views, valid whatever grows later.
+
+    Thread safety: ``extend`` is called by one thread; what ``chunks`` gave may be read by any.
+    """
+
+    __slots__ = ("_groups", "_hashes", "_keys", "_per_chunk", "chunks", "count", "space")
+
+    def __init__(self, space: Space, groups: Sequence[int], hashes_per_chunk: Sequence[int]) -> None:
+        """
+        Args:
+            groups: the groups' ids. hashes_per_chunk: for each, how many block hashes a chunk spans.
+        """
+        self.space = space
+        self._groups = tuple(groups)
+        self._per_chunk = tuple(hashes_per_chunk)
+        self.count = 0  # of block hashes
+        self._hashes: Hashes = np.empty((0, 0), np.uint8)
+        self._keys: list[Keys] = [np.empty((0, 2), np.uint64) for _ in self._groups]
+        self.chunks: tuple[Chunks, ...] = tuple(make_chunks(space, group, []) for group in self._groups)
+
+    def extend(self, block_hashes: Sequence[bytes]) -> None:
+        """Name what ``block_hashes``, the request's from its first block on, have completed since the last call.
+
+        Those of a request that was cut back, and may have gone on otherwise, are converted anew.
+
+        Raises:
+            ValueError: as ``hash_array``.
+        """
+        if self._was_cut(block_hashes):
+            self.count = 0
+        count = len(block_hashes)
+        if count == self.count:
+            return
+        added = hash_array(block_hashes[self.count :] if self.count else block_hashes)
+        if self.count and added.shape[1] != self._hashes.shape[1]:
+            raise ValueError("the block hashes of a request must have one length")
+        self._hashes = _grown(self._hashes, self.count, added)
+        named = []
+        for n, (group, per_chunk) in enumerate(zip(self._groups, self._per_chunk, strict=True)):
+            before, now = self.count // per_chunk, count // per_chunk
+            last = self._hashes[per_chunk - 1 : now * per_chunk : per_chunk]
+            self._keys[n] = _grown(self._keys[n], before, make_keys(self.space, group, last[before:]))
+            ids = np.broadcast_to(np.int32(group), now)
+            named.append(Chunks(self.space, self._keys[n][:now], ids, last))
+        self.count = count
+        self.chunks = tuple(named)
+
+    def _was_cut(self, block_hashes: Sequence[bytes]) -> bool:
+        """Whether these are not what is known, continued. A hash stands for all that precedes it: the last tells."""
+        last = self.count - 1
+        return last >= 0 and (len(block_hashes) <= last or block_hashes[last] != self._hashes[last].tobytes())
+
+
+def _grown(array: npt.NDArray[Any], used: int, added: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``array``, whose first ``used`` rows count, with ``added`` behind them; a new one with room if it is full."""
+    if not used:
+        return added
+    if used + len(added) > len(array):
+        larger = np.empty((2 * (used + len(added)), added.shape[1]), added.dtype)
+        larger[:used] = array[:used]
+        array = larger
+    array[used : used + len(added)] = added
+    return array
 
 
 def hash_tokens(

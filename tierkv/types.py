@@ -22,6 +22,9 @@ Offsets = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
+#: A batch of block hashes of one length: shape ``(n, bytes)``.
+Hashes = npt.NDArray[np.uint8]
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -46,37 +49,43 @@ class ChunkName(NamedTuple):
 class Chunks:
     """A batch of ``n`` chunks of one space.
 
-    keys: ``(n, 2)`` uint64 · groups: ``(n,)`` int32 · hashes: ``n`` full block hashes.
+    keys: ``(n, 2)`` uint64 · groups: ``(n,)`` int32 · hashes: ``(n, bytes)`` uint8, the full block hashes.
+    All may be views of arrays that others read, too: they are not written to.
     """
 
     space: Space
     keys: Keys
     groups: npt.NDArray[np.int32]
-    hashes: Sequence[bytes]
+    hashes: Hashes
 
     def __post_init__(self) -> None:
         assert len(self.keys) == len(self.groups) == len(self.hashes)
 
     def __len__(self) -> int:
-        return len(self.hashes)
+        return len(self.keys)
 
     def name(self, index: int) -> ChunkName:
-        return ChunkName(self.space, int(self.groups[index]), self.hashes[index])
+        return ChunkName(self.space, int(self.groups[index]), self.hashes[index].tobytes())
 
     def take(self, indices: Sequence[int] | npt.NDArray[np.intp]) -> Chunks:
         """The chunks at ``indices``, in that order."""
         where = np.asarray(indices, dtype=np.intp)
-        return Chunks(self.space, self.keys[where], self.groups[where], [self.hashes[i] for i in where])
+        return Chunks(self.space, self.keys[where], self.groups[where], self.hashes[where])
+
+    def slice(self, first: int, last: int) -> Chunks:
+        """The chunks ``first`` to ``last`` - 1, as views."""
+        return Chunks(self.space, self.keys[first:last], self.groups[first:last], self.hashes[first:last])
 
     @staticmethod
     def concat(parts: Sequence[Chunks]) -> Chunks:
         """All of ``parts``, which are not empty and share one space, as one batch."""
         assert parts and all(p.space == parts[0].space for p in parts)
+        parts = [p for p in parts if len(p)] or parts[:1]
         return Chunks(
             parts[0].space,
             np.concatenate([p.keys for p in parts]),
             np.concatenate([p.groups for p in parts]),
-            [h for p in parts for h in p.hashes],
+            np.concatenate([p.hashes for p in parts]),
         )
 
 

@@ -16,8 +16,9 @@ from tierkv.keys import (
     FIRST_GENERATION,
     GroupNamespace,
     Namespace,
-    chunk_hashes,
+    RequestChunks,
     group_mask,
+    hash_array,
     hash_tokens,
     make_chunks,
     make_keys,
@@ -77,7 +78,7 @@ def test_a_hash_that_can_be_made_to_collide_is_not_trusted() -> None:
 
 @given(HASHES, st.integers(0, 9))
 def test_keys_are_reversible_tails_of_hashes(hashes: list[bytes], group: int) -> None:
-    keys = make_keys(SPACE, group, hashes)
+    keys = make_keys(SPACE, group, hash_array(hashes))
     back = (keys ^ group_mask(SPACE, group)).tobytes()
     assert back == b"".join(h[-16:] for h in hashes)
     assert key_list(keys) == [keys[i].tobytes() for i in range(len(hashes))]
@@ -85,7 +86,7 @@ def test_keys_are_reversible_tails_of_hashes(hashes: list[bytes], group: int) ->
 
 def test_namespace_generation_and_group_separate_keys() -> None:
     spaces = [SPACE, Space(bytes(16), FIRST_GENERATION), Space(NAMESPACE.digest, new_generation("x"))]
-    keys = {make_keys(space, group, [b"h" * 32]).tobytes() for space in spaces for group in (0, 1)}
+    keys = {make_keys(space, group, hash_array([b"h" * 32])).tobytes() for space in spaces for group in (0, 1)}
     assert len(keys) == 6
 
 
@@ -95,11 +96,36 @@ def test_generations() -> None:
     assert not any(FIRST_GENERATION)
 
 
-@given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 5))
-def test_a_chunk_is_named_by_its_last_hash(count: int, per_chunk: int, first: int) -> None:
-    hashes = [bytes([i]) for i in range(count)]
-    expected = [hashes[(i + 1) * per_chunk - 1] for i in range(first, count // per_chunk)]
-    assert chunk_hashes(hashes, per_chunk, first) == expected
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4), st.integers(1, 4))
+def test_a_request_names_its_chunks_as_it_grows(steps: list[int], first: int, second: int) -> None:
+    """Each chunk by its last hash, however the hashes came in; and views that were given out stay as they are."""
+    request = RequestChunks(SPACE, [0, 5], [first, second])
+    hashes: list[bytes] = []
+    before = []
+    for step in steps:
+        hashes += [bytes([len(hashes) + i]) * 32 for i in range(step)]
+        request.extend(hashes)
+        for chunks, group, per_chunk in zip(request.chunks, (0, 5), (first, second), strict=True):
+            expected = [hashes[(i + 1) * per_chunk - 1] for i in range(len(hashes) // per_chunk)]
+            before.append((chunks, make_chunks(SPACE, group, expected)))
+        for chunks, wanted in before:
+            assert [chunks.name(i) for i in range(len(chunks))] == [wanted.name(i) for i in range(len(wanted))]
+            assert np.array_equal(chunks.keys, wanted.keys)
+
+
+def test_a_request_that_was_cut_back_is_named_anew() -> None:
+    request = RequestChunks(SPACE, [0], [1])
+    request.extend([b"a" * 32, b"b" * 32, b"c" * 32])
+    request.extend([b"a" * 32, b"x" * 32, b"y" * 32])
+    assert [request.chunks[0].name(i).block_hash[:1] for i in range(3)] == [b"a", b"x", b"y"]
+    request.extend([b"a" * 32])
+    assert len(request.chunks[0]) == 1
+
+
+def test_hashes_of_several_lengths_are_refused() -> None:
+    for wrong in ([b"h" * 15], [b"h" * 32, b"h" * 31], [b"h" * 16, b""]):
+        with pytest.raises(ValueError, match="length"):
+            hash_array(wrong)
 
 
 def test_batches_are_taken_and_joined() -> None:

@@ -236,7 +236,7 @@ def test_lookup_raises_when_it_cannot_tell(driver: TierDriver, monkeypatch: pyte
 
 def test_a_hash_that_no_header_holds_is_not_stored(driver: TierDriver) -> None:
     chunks = some_chunks(1)
-    long = type(chunks)(chunks.space, chunks.keys, chunks.groups, [bytes(65)])
+    long = type(chunks)(chunks.space, chunks.keys, chunks.groups, np.zeros((1, 65), np.uint8))
     assert driver.store(long, [0]).reasons == {0: "hash"}
 
 

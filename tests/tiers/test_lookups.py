@@ -13,6 +13,7 @@ from tierkv.tiers.lookups import LookupPool, LookupTicket
 from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
 
 CHUNKS = some_chunks(6)
+HASHES = [hash_.tobytes() for hash_ in CHUNKS.hashes]
 REQUEST = RequestContext("request-1")
 
 
@@ -21,7 +22,7 @@ class StubTier(Tier):
 
     def __init__(self, name: str, has: Sequence[int] = (), before: Callable[[], None] = lambda: None) -> None:
         super().__init__(TierConfig(type="stub"), TierContext(name, memoryview(bytearray(1)), NAMESPACE, {}))
-        self.has = {CHUNKS.hashes[i] for i in has}
+        self.has = {HASHES[i] for i in has}
         self.before = before
         self.asked: list[int] = []
         self.threads: set[str] = set()
@@ -29,7 +30,7 @@ class StubTier(Tier):
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         assert request is REQUEST
         self.threads.add(threading.current_thread().name)
-        self.asked.append(list(CHUNKS.hashes).index(name.block_hash))
+        self.asked.append(HASHES.index(name.block_hash))
         self.before()
         return name.block_hash in self.has
 

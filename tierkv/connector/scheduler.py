@@ -16,11 +16,11 @@ from tierkv.connector import plans
 from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.host.region import Region
-from tierkv.keys import chunk_hashes, make_chunks
+from tierkv.keys import RequestChunks
 from tierkv.tiering.manager import StoreTicket, TieringManager
 from tierkv.tiering.requests import Query
 from tierkv.transfer.plan import BlockCopies, Transfer
-from tierkv.types import Chunks, RequestContext, Space
+from tierkv.types import Chunks, RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class RequestState:
     """One request.
 
-    chunks: its complete chunks by group. stored: by group, the next one to be considered for a store.
+    named: its complete chunks by group. stored: by group, the next one to be considered for a store.
     local: tokens that were on the device when it was admitted. computed: tokens whose KV is there once the
     steps that were planned have run; the engine's own count also has what another connector may yet fail to load.
 
@@ -41,8 +41,7 @@ class RequestState:
 
     request: Request
     context: RequestContext
-    space: Space
-    chunks: list[Chunks] = field(default_factory=list)
+    named: RequestChunks
     stored: list[int] = field(default_factory=list)
     local: int = 0
     computed: int = 0
@@ -104,7 +103,7 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         context = RequestContext(request.request_id, request.kv_transfer_params or {})
-        self._requests[request.request_id] = RequestState(request, context, self.manager.space)
+        self._requests[request.request_id] = RequestState(request, context, self._name_chunks())
 
     def matched_tokens(self, request: Request, local: int) -> int | None:
         """Tokens beyond the ``local`` ones that can be loaded now; None: not known yet."""
@@ -113,7 +112,7 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache:
             return 0
         # The last token is always computed: its logits are wanted.
-        query = Query(state.context, state.space, tuple(state.chunks), local, request.num_tokens - 1)
+        query = Query(state.context, state.named.space, state.named.chunks, local, request.num_tokens - 1)
         boundary = self.manager.lookup(query)
         return None if boundary is None else boundary - local
 
@@ -218,25 +217,19 @@ class SchedulerHalf:
 
     def _admit(self, state: RequestState, local: int) -> None:
         """The request starts, or starts again: from here on it computes in the present space."""
-        if state.space != self.manager.space:
-            state.space = self.manager.space
-            state.chunks = []
+        if state.named.space != self.manager.space:
+            state.named = self._name_chunks()
         state.local = local
         state.computed = 0
         state.loading = False
         # What the device has kept from before a reset is not of the present space, whatever its hashes say.
         first = local if self._device_is_stale else 0
         state.stored = [-(-first // g.tokens_per_chunk) for g in self._groups]
-        self._extend(state)
+        state.named.extend(state.request.block_hashes)
 
-    def _extend(self, state: RequestState) -> None:
-        """Name the chunks that the request's block hashes have completed."""
-        if not state.chunks:
-            state.chunks = [make_chunks(state.space, g.group, []) for g in self._groups]
-        for n, (group, per_chunk) in enumerate(zip(self._groups, self._deployment.hashes_per_chunk, strict=True)):
-            hashes = chunk_hashes(state.request.block_hashes, per_chunk, len(state.chunks[n]))
-            if hashes:
-                state.chunks[n] = Chunks.concat([state.chunks[n], make_chunks(state.space, group.group, hashes)])
+    def _name_chunks(self) -> RequestChunks:
+        groups = [group.group for group in self._groups]
+        return RequestChunks(self.manager.space, groups, self._deployment.hashes_per_chunk)
 
     def _storable_tokens(self, state: RequestState) -> int:
         request = state.request
@@ -250,17 +243,17 @@ class SchedulerHalf:
     def _store(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
         """Plan to store the chunks that are complete now."""
         tokens = self._storable_tokens(state)
-        self._extend(state)
+        state.named.extend(state.request.block_hashes)
         chosen: list[list[int]] = []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
-            last = min(tokens // group.tokens_per_chunk, len(state.chunks[n]))
+            last = min(tokens // group.tokens_per_chunk, len(state.named.chunks[n]))
             first = state.stored[n] if state.stored else last
             chosen.append(plans.storable_chunks(group, tables[i], first, last) if last > first else [])
             if state.stored:
                 state.stored[n] = max(first, last)
         if not any(chosen):
             return
-        batch = Chunks.concat([c.take(which) for c, which in zip(state.chunks, chosen, strict=True) if which])
+        batch = Chunks.concat([c.take(which) for c, which in zip(state.named.chunks, chosen, strict=True) if which])
         ticket = self.manager.begin_store(batch, state.request.request_id)
         if ticket is not None:
             self._add_store(ticket, chosen, tables)

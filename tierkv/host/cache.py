@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tierkv.host.policies.base import Policy
 from tierkv.host.policies.lru import LRUPolicy
 from tierkv.host.slots import DEAD, FREE, READY, WRITING, Slots
+from tierkv.keys import hash_array
 from tierkv.types import Checksums, ChunkName, Chunks, Flags, Keys, Offsets, key_list
 
 #: What ``states`` says of a key. (A dead slot's chunk is absent.)
@@ -163,7 +164,7 @@ class HostCache:
         names = [self._slots.name(slot) for slot in slots.tolist()]
         assert names and all(name.space == names[0].space for name in names)
         groups = np.array([name.group for name in names], np.int32)
-        return Chunks(names[0].space, self._slots.keys[slots], groups, [name.block_hash for name in names])
+        return Chunks(names[0].space, self._slots.keys[slots], groups, hash_array([name.block_hash for name in names]))
 
     # ── removing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

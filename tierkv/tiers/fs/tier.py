@@ -69,7 +69,7 @@ class FsTier(Tier):
         directory = self._root.of_space(chunks.space)
         groups = chunks.groups.tolist()
         return [
-            _has_record(record_path(directory, group, hash_))
+            _has_record(record_path(directory, group, hash_.tobytes()))
             for group, hash_ in zip(groups, chunks.hashes, strict=True)
         ]
 
