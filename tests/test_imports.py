@@ -15,7 +15,7 @@ PACKAGE = Path(tierkv.__file__).parent
 #: Lowest first. A module imports from its own part, as ``SAME_LEVEL`` allows, and from lower levels.
 LEVELS = (
     ("errors", "types"),
-    ("config", "keys", "registry", "events", "metrics", "weights"),
+    ("config", "params", "keys", "registry", "events", "metrics", "weights"),
     ("layout",),
     ("host", "transfer", "tiers"),
     ("tiering",),
@@ -38,7 +38,7 @@ LAZY = {"vllm", "torch", "transformers", "matplotlib", "tqdm"}
 LAZY_PARTS = ("bench", "cli")
 
 #: What of tierkv.tiers all tiers share.
-SHARED_BY_TIERS = ("base", "record", "io", "lookups")
+SHARED_BY_TIERS = ("base", "record", "io", "lookups", "breaker", "throttle")
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

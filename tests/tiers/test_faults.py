@@ -6,16 +6,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import xxhash
 
 from tierkv.config import parse_tier
 from tierkv.errors import ConfigError
 from tierkv.testing.driver import FILLER, TierDriver, some_chunks
-from tierkv.testing.faults import FaultyTier, LatencyTier
+from tierkv.testing.faults import GARBAGE, FaultyTier, LatencyTier
 from tierkv.testing.tier_contract import TierContract
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.memory import MemoryTier
-from tierkv.types import ChunkName, RequestContext
+from tierkv.types import ChunkName, JobResult, RequestContext
 
 REQUEST = RequestContext()
 
@@ -60,6 +62,11 @@ class TestFaultyTierWithoutFaultsContract(TestLatencyTierContract):
         return tier
 
 
+def faulty(driver: TierDriver) -> FaultyTier:
+    assert isinstance(driver.tier, FaultyTier)
+    return driver.tier
+
+
 def records_of(tier: Tier) -> Any:
     assert isinstance(tier, LatencyTier | FaultyTier) and isinstance(tier._inner, MemoryTier)
     return tier._inner._records
@@ -89,6 +96,7 @@ def test_close_lets_a_delayed_lookup_go() -> None:
 def test_a_wrapper_says_where_the_chunks_of_its_inner_tier_are(tmp_path: Path) -> None:
     with driver_of(LatencyTier, {"type": "fs", "root_dir": str(tmp_path)}) as driver:
         assert driver.tier.hit_source == "disk"
+        assert (driver.tier.medium, driver.tier.locality) == ("STORAGE", None)
 
 
 def test_errors_of_the_inner_configuration_have_their_place(tmp_path: Path) -> None:
@@ -99,8 +107,9 @@ def test_errors_of_the_inner_configuration_have_their_place(tmp_path: Path) -> N
         driver_of(LatencyTier, {"type": "fs", "root_dir": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match=r"^secondary_tiers\[0\]\.never: "):
         driver_of(FaultyTier, never=1.5)
-    with pytest.raises(ConfigError, match="shares of jobs above 1"):
-        driver_of(FaultyTier, never=0.6, late=0.6)
+    for shares in ({"never": 0.6, "late": 0.6}, {"lookup_raises": 0.6, "lookup_denies": 0.6}):
+        with pytest.raises(ConfigError, match=r"^secondary_tiers|^\w+: shares above 1"):
+            driver_of(FaultyTier, **shares)
 
 
 def test_fails() -> None:
@@ -110,6 +119,7 @@ def test_fails() -> None:
         result = driver.load(some_chunks(2), [2, 3])
         assert result.reasons == {0: "injected", 1: "injected"}
         assert not result.ok.any() and result.checksums is not None and not result.checksums.any()
+        assert set(driver.payload(2)) == set(driver.payload(3)) == {GARBAGE}
 
 
 def test_partial() -> None:
@@ -117,6 +127,16 @@ def test_partial() -> None:
         result = driver.store(some_chunks(32), range(32))
         assert 0 < result.ok.sum() < 32
         assert set(result.reasons.values()) == {"injected"} and len(result.reasons) == 32 - result.ok.sum()
+
+
+def test_of_a_partial_load_what_is_not_ok_is_garbage() -> None:
+    with driver_of(FaultyTier, on="loads", partial=1) as driver:
+        payloads = driver.fill(range(16))
+        driver.store(some_chunks(16), range(16))
+        result = driver.load(some_chunks(16), range(16, 32))
+        assert 0 < result.ok.sum() < 16
+        for i, ok in enumerate(result.ok):
+            assert driver.payload(16 + i) == (payloads[i] if ok else bytes([GARBAGE]) * driver.slot_bytes)
 
 
 def test_raises() -> None:
@@ -134,6 +154,7 @@ def test_never() -> None:
     store = driver.store(some_chunks(1), [0])
     driver.close()
     assert set(driver.reports()) == {store.job_id} and never not in driver.reports()
+    assert faulty(driver).silent == {never}
 
 
 def test_twice() -> None:
@@ -141,13 +162,69 @@ def test_twice() -> None:
         driver.wait([driver.submit(driver.load_job(some_chunks(1), [0])), -1])
 
 
+def test_wrong_sums_are_of_the_right_bytes() -> None:
+    with driver_of(FaultyTier, wrong_sums=1) as driver:
+        (payload,) = driver.fill([0])
+        assert driver.store(some_chunks(1), [0]).ok.all()  # a store has no sums to report
+        result = driver.load(some_chunks(1), [1])
+        assert result.ok.all() and result.checksums is not None
+        assert driver.payload(1) == payload
+        assert result.checksums[0] != xxhash.xxh3_64_intdigest(payload)
+
+
+def test_malformed_reports_are_of_many_kinds() -> None:
+    with driver_of(FaultyTier, on="loads", malformed=1) as driver:
+        jobs = [driver.submit(driver.load_job(some_chunks(2), [0, 1])) for _ in range(200)]
+        reports: list[Any] = []
+        while len(reports) < len(jobs):
+            reports += driver.tier.get_finished_jobs()
+        named = [r for r in reports if isinstance(r, JobResult) and r.job_id in jobs]
+        assert {r for r in reports if not isinstance(r, JobResult)} == {None, "done"}
+        assert faulty(driver).silent == set(jobs) - {r.job_id for r in named}
+        assert {np.shape(r.ok) for r in named if isinstance(r.ok, np.ndarray)} == {(2,), (3,)}
+        assert {r.reasons is None for r in named} == {r.checksums is None for r in named} == {True, False}
+        assert set(driver.payload(0)) == {GARBAGE}
+
+
+def test_lookups_that_block_and_lookups_that_lie() -> None:
+    chunks = some_chunks(2)
+    for fault, answers in (("lookup_invents", [True, True]), ("lookup_denies", [False, False])):
+        with driver_of(FaultyTier, **{fault: 1}) as driver:
+            driver.store(chunks.take([0]), [0])
+            tier = faulty(driver)
+            assert [tier.lookup(chunks.name(i), REQUEST) for i in range(2)] == answers
+            assert tier.lookup_batch(chunks, REQUEST) == answers
+            assert tier.faults == {fault: 3}
+    driver = driver_of(FaultyTier, lookup_blocks=1, late_s=3600)
+    answered: list[bool] = []
+    asking = threading.Thread(target=lambda: answered.append(driver.tier.lookup(chunks.name(0), REQUEST)))
+    asking.start()
+    asking.join(0.02)
+    assert asking.is_alive()
+    driver.close()
+    asking.join(60)
+    assert answered == [False]
+
+
+def test_reports_that_raise_are_kept_for_the_next_time() -> None:
+    with driver_of(FaultyTier, reports_raise=0.9) as driver:
+        tier = faulty(driver)
+        assert tier.get_finished_jobs() == [], "without a report there is nothing to keep"
+        job, found, raised = driver.submit(driver.load_job(some_chunks(1), [0])), [], 0
+        while not found:
+            try:
+                found = tier.get_finished_jobs()
+            except OSError:
+                raised += 1
+        assert [r.job_id for r in found] == [job] and tier.faults == {"reports_raise": raised} and raised > 0
+
+
 def test_late_writes_to_the_region_late() -> None:
     with driver_of(FaultyTier, on="loads", late=1, late_s=0.05) as driver:
         (payload,) = driver.fill([0])
         driver.store(some_chunks(1), [0])
         late = driver.submit(driver.load_job(some_chunks(1), [1]))
-        tier = driver.tier
-        assert isinstance(tier, FaultyTier) and tier.faults == {"late": 1}
+        assert faulty(driver).faults == {"late": 1}
         assert driver.wait([late])[0].ok.all() and driver.payload(1) == payload
 
 

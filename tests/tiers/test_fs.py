@@ -301,9 +301,9 @@ def test_the_fields_of_vllm_are_accepted(root: Path, caplog: pytest.LogCaptureFi
         "backpressure": {"backpressure_cls": "EMABackpressureDetector"},
     }
     tier_class, config = parse_tier(raw, "secondary_tiers[0]")
-    with caplog.at_level("INFO"), TierDriver(lambda context: tier_class(config, context)):
+    with caplog.at_level("INFO"), TierDriver(lambda context: tier_class(config, context)) as driver:
         assert "enable_kv_events is accepted and has no effect" in caplog.text
-        assert "locality is accepted and has no effect" in caplog.text
+        assert (driver.tier.medium, driver.tier.locality) == ("STORAGE", "REMOTE")
 
 
 @pytest.mark.parametrize(

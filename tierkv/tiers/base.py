@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from tierkv.config import TierConfig
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,10 @@ class Tier(abc.ABC):
     Config: ClassVar[type[TierConfig]] = TierConfig
     #: Where the chunks are, in the engine's terms: "host", "disk", "p2p" or "external_unspecified".
     hit_source: ClassVar[str] = "external_unspecified"
+    #: What the chunks are kept on, and whether that is this host's; None: unknown. Requests choose tiers by them
+    #: (``RequestContext.load_tiers``); an instance may have its own.
+    medium: Medium | None = None
+    locality: Locality | None = None
 
     def __init__(self, config: TierConfig, context: TierContext) -> None:
         """Open the tier.

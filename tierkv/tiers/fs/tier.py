@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -18,7 +18,7 @@ from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.fs.files import holds_record, read_record, write_atomically
 from tierkv.tiers.fs.root import Root, record_path
 from tierkv.tiers.io import ABSENT, IoPool
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ class FsTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=
     n_read_threads, n_write_threads: how many chunks are read, and written, at the same time.
     fsync: flush each record before it becomes visible, so that a power cut leaves no torn one (which
         would be noticed at its load).
-    enable_kv_events, locality: accepted for vLLM's sake; not used yet.
+    locality: whether the root is this host's, for requests that choose (``kv_load_tiers``). None: does not say.
+    enable_kv_events: accepted for vLLM's sake; not used yet.
     """
 
     root_dir: Annotated[str, Meta(min_length=1)]
@@ -37,7 +38,7 @@ class FsTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=
     n_write_threads: Positive = 4
     fsync: bool = False
     enable_kv_events: bool = False
-    locality: Literal["LOCAL", "REMOTE"] | None = None
+    locality: Locality | None = None
 
 
 class FsTier(Tier):
@@ -49,15 +50,16 @@ class FsTier(Tier):
 
     Config: ClassVar[type[TierConfig]] = FsTierConfig
     hit_source: ClassVar[str] = "disk"
+    medium: Medium | None = "STORAGE"
 
     def __init__(self, config: FsTierConfig, context: TierContext) -> None:
         super().__init__(config, context)
         self._fsync = config.fsync
         self._root = Root(config.root_dir)
         self._root.prepare(context.namespace, context.description)
-        for field in ("enable_kv_events", "locality"):
-            if getattr(config, field):
-                logger.info("tier %s: %s is accepted and has no effect", context.name, field)
+        self.locality = config.locality
+        if config.enable_kv_events:
+            logger.info("tier %s: enable_kv_events is accepted and has no effect", context.name)
         # Last: no thread may be left behind by a constructor that raises.
         self._pool = IoPool(context.name, config.n_read_threads, config.n_write_threads, context.wake)
 

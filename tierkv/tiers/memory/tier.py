@@ -21,7 +21,7 @@ from tierkv.errors import RecordError, TierClosedError
 from tierkv.tiers import record
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.io import ABSENT, CLOSED, reason_of
-from tierkv.types import ChunkName, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 
 class MemoryTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +38,8 @@ class MemoryTier(Tier):
 
     Config: ClassVar[type[TierConfig]] = MemoryTierConfig
     hit_source: ClassVar[str] = "host"
+    medium: Medium | None = "CPU"
+    locality: Locality | None = "LOCAL"
 
     def __init__(self, config: MemoryTierConfig, context: TierContext) -> None:
         super().__init__(config, context)
