@@ -1,201 +1,249 @@
-"""LRU and ARC, decision by decision, against slow twins that keep plain lists."""
+"""LRU, ARC and S3-FIFO, decision by decision, against the slow twins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import config as numba_config
+from twins import BUILT_IN, Shadow, cache_of, chunks, ghosts_of, lists_of, make_cache, numbers_of, put
 
+from tierkv import keys as key_tools
 from tierkv import registry
+from tierkv.host.cache import HostCache
+from tierkv.host.ghosts import add_ghost, find_ghost, make_ghosts, oldest_ghost, remove_ghost
 from tierkv.host.policies.arc import ARCPolicy
-from tierkv.host.policies.base import Policy
+from tierkv.host.policies.base import ANY, Policy
 from tierkv.host.policies.lru import LRUPolicy
+from tierkv.host.policies.s3fifo import S3FIFOPolicy
+from tierkv.types import Chunks
 
-POLICIES: list[type[Policy]] = [LRUPolicy, ARCPolicy]
+NUM_NAMES = 14
+EXAMPLES, LONG = (25, 150) if numba_config.DISABLE_JIT else (100, 1000)
 
-
-def key(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
-class SlowLRU(Policy):
-    """One list; the next victim is its first that may go."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.order: list[bytes] = []
-
-    def inserted(self, keys: Sequence[bytes]) -> None:
-        for k in list(keys)[::-1]:
-            self.order = [other for other in self.order if other != k] + [k]
-
-    def accessed(self, keys: Sequence[bytes]) -> None:
-        self.inserted([k for k in keys if k in self.order])
-
-    def removed(self, keys: Sequence[bytes], evicted: bool) -> None:
-        self.order = [k for k in self.order if k not in keys]
-
-    def victims(self, count: int, evictable: Callable[[bytes], bool]) -> list[bytes]:
-        return [k for k in self.order if evictable(k)][:count]
-
-
-class SlowARC(Policy):
-    """The four lists of the paper as plain lists; victims one at a time, each after looking at everything again."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.t1: list[bytes] = []
-        self.t2: list[bytes] = []
-        self.b1: list[bytes] = []
-        self.b2: list[bytes] = []
-        self.p = 0.0
-
-    def inserted(self, keys: Sequence[bytes]) -> None:
-        for k in list(keys)[::-1]:
-            if k in self.b1:
-                self.p = min(self.capacity, self.p + max(len(self.b2) / len(self.b1), 1))
-                self.b1.remove(k)
-                self.t2.append(k)
-            elif k in self.b2:
-                self.p = max(0, self.p - max(len(self.b1) / len(self.b2), 1))
-                self.b2.remove(k)
-                self.t2.append(k)
-            else:
-                self.t1.append(k)
-        self.bound()
-
-    def accessed(self, keys: Sequence[bytes]) -> None:
-        for k in list(keys)[::-1]:
-            if k in self.t1 or k in self.t2:
-                (self.t1 if k in self.t1 else self.t2).remove(k)
-                self.t2.append(k)
-
-    def removed(self, keys: Sequence[bytes], evicted: bool) -> None:
-        for k in keys:
-            if k in self.t1:
-                self.t1.remove(k)
-                self.b1 += [k] * evicted
-            elif k in self.t2:
-                self.t2.remove(k)
-                self.b2 += [k] * evicted
-        self.bound()
-
-    def bound(self) -> None:
-        while self.b1 and len(self.t1) + len(self.b1) > self.capacity:
-            del self.b1[0]
-        while self.b2 and len(self.t1 + self.t2 + self.b1 + self.b2) > 2 * self.capacity:
-            del self.b2[0]
-
-    def victims(self, count: int, evictable: Callable[[bytes], bool]) -> list[bytes]:
-        t1, t2, chosen = list(self.t1), list(self.t2), []
-        for _ in range(count):
-            lists = (t1, t2) if len(t1) > self.p else (t2, t1)
-            found = [(k, where) for where in lists for k in where if evictable(k)]
-            if found:
-                k, where = found[0]
-                where.remove(k)
-                chosen.append(k)
-        return chosen
-
-
-TWINS: list[tuple[type[Policy], type[Policy]]] = [(LRUPolicy, SlowLRU), (ARCPolicy, SlowARC)]
-
-batches = st.lists(st.integers(0, 12), max_size=5, unique=True)
+batches = st.lists(st.integers(0, NUM_NAMES - 1), max_size=5, unique=True)
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["use", "use", "forget", "evict"]), batches, st.frozensets(st.integers(0, 12), max_size=4)
+        st.sampled_from(["use", "use", "use", "reserve", "finish", "forget", "pin", "unpin", "ask"]), batches
     ),
     max_size=60,
+)  # fmt: skip
+#: Chunk sizes of the groups, and bytes of memory.
+ONE_SIZE = st.tuples(st.just((512,)), st.integers(1, 8).map(lambda slots: 512 * slots))
+MANY_SIZES = st.tuples(
+    st.sampled_from([(512, 1024), (2560, 512, 1024), (700, 5000), (1536, 1536, 512)]),
+    st.integers(16, 60).map(lambda kib: 1024 * kib),
 )
 
 
-@pytest.mark.parametrize(("fast_type", "slow_type"), TWINS)
-@settings(max_examples=150, deadline=None)
-@given(capacity=st.integers(1, 6), steps=steps)
-def test_every_decision_is_that_of_the_slow_twin(
-    fast_type: type[Policy],
-    slow_type: type[Policy],
-    capacity: int,
-    steps: list[tuple[str, list[int], frozenset[int]]],
-) -> None:
-    fast, slow = fast_type(capacity), slow_type(capacity)
-    resident: set[bytes] = set()
+def batch_of(groups: int, numbers: list[int]) -> Chunks:
+    """A batch in which chunk ``n`` is one of group ``n % groups``."""
+    parts = [chunks(n, group=n % groups) for n in numbers]
+    return Chunks.concat(parts) if parts else chunks()
 
-    def evict(count: int, pinned: set[bytes]) -> None:
-        chosen = fast.victims(count, lambda k: k not in pinned)
-        assert chosen == slow.victims(count, lambda k: k not in pinned)
-        assert len(chosen) == len(set(chosen)) == min(count, len(resident - pinned))
-        for policy in (fast, slow):
-            policy.removed(chosen, True)
-        resident.difference_update(chosen)
 
-    for what, numbers, pins in steps:
-        keys, pinned = [key(n) for n in numbers], {key(n) for n in pins}
-        if what == "use":
-            hits = [k for k in keys if k in resident]
-            for policy in (fast, slow):
-                policy.accessed(hits)
-            new = [k for k in keys if k not in resident]
-            evict(max(0, len(resident) + len(new) - capacity), pinned | set(hits))
-            new = new[: capacity - len(resident)]
-            for policy in (fast, slow):
-                policy.inserted(new)
-            resident.update(new)
+def run(cache: HostCache, groups: int, steps: list[tuple[str, list[int]]]) -> int:
+    """Use a host cache beside a ``Shadow``, which compares each decision; how many victims there were."""
+    shadow = Shadow(cache)
+    writing: list[int] = []
+    pinned: list[int] = []
+    for what, numbers in steps:
+        slots = cache.find(batch_of(groups, numbers).keys)
+        here = slots[slots >= 0]
+        if what in ("use", "reserve"):
+            cache.touch(here)
+            new = cache.reserve(batch_of(groups, [n for n, slot in zip(numbers, slots, strict=True) if slot < 0])).slots
+            new = new[new >= 0]
+            if what == "use":
+                cache.commit(new)
+            else:
+                writing += new.tolist()
+        elif what == "finish" and writing:
+            cache.commit(np.array(writing[:2]))
+            del writing[:2]
         elif what == "forget":
-            gone = [k for k in keys if k in resident]
-            for policy in (fast, slow):
-                policy.removed(gone, False)
-            resident.difference_update(gone)
-        else:
-            evict(len(numbers), pinned)
-        if isinstance(fast, ARCPolicy) and isinstance(slow, SlowARC):
-            assert [list(part) for part in (fast._t1, fast._t2, fast._b1, fast._b2)] == [
-                slow.t1, slow.t2, slow.b1, slow.b2,
-            ]  # fmt: skip
-            assert fast._p == slow.p
-            assert len(slow.t1) + len(slow.b1) <= capacity
-            assert len(slow.t1 + slow.t2 + slow.b1 + slow.b2) <= 2 * capacity
+            cache.forget(here)
+        elif what == "pin":
+            cache.pin(here)
+            pinned += here.tolist()
+        elif what == "unpin":
+            cache.unpin(np.array(pinned[: len(numbers)], np.int64))
+            del pinned[: len(numbers)]
+        elif what == "ask":
+            for size_class in [ANY, *range(len(cache.plan.class_bytes))]:
+                cache.policy.victims(len(numbers), size_class)
+        shadow.check()
+    assert cache.policy_faults == 0
+    return shadow.victims_checked
 
 
-@pytest.mark.parametrize("policy_type", POLICIES)
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(shape=ONE_SIZE, steps=steps)
+def test_every_decision_is_that_of_the_slow_twin(
+    policy_type: type[Policy], shape: tuple[tuple[int, ...], int], steps: list[tuple[str, list[int]]]
+) -> None:
+    run(make_cache(shape[1], shape[0], policy_type), 1, steps)
+
+
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(shape=MANY_SIZES, steps=steps)
+def test_with_several_sizes_too(
+    policy_type: type[Policy], shape: tuple[tuple[int, ...], int], steps: list[tuple[str, list[int]]]
+) -> None:
+    """Also when slabs move: whatever is evicted of a slab leaves a ghost or none, as in the twin."""
+    run(make_cache(shape[1], shape[0], policy_type), len(shape[0]), steps)
+
+
+@pytest.mark.parametrize("sizes", [(512,), (2560, 512, 1024), (700, 5000)])
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+def test_a_long_random_use(policy_type: type[Policy], sizes: tuple[int, ...]) -> None:
+    rng = random.Random(len(sizes))
+    what = ["use"] * 20 + ["reserve", "finish", "finish", "forget", "pin", "unpin", "unpin", "ask"]
+    steps = []
+    for _ in range(LONG):
+        start = rng.randrange(120) if rng.random() < 0.5 else int(rng.expovariate(0.1)) % 120
+        steps.append((rng.choice(what), list(range(start, start + rng.randint(1, 6)))))
+    cache = make_cache(40 * max(sizes) if len(sizes) == 1 else 16 * max(sizes), sizes, policy_type)
+    assert run(cache, len(sizes), steps) > LONG
+
+
+def fill(policy_type: type[Policy], num_slots: int) -> tuple[HostCache, np.ndarray]:
+    cache = cache_of(num_slots, policy_type)
+    return cache, put(cache, chunks(*range(num_slots)))
+
+
+@pytest.mark.parametrize("policy_type", BUILT_IN)
 def test_the_head_of_a_batch_outlives_its_tail(policy_type: type[Policy]) -> None:
-    policy = policy_type(4)
-    policy.inserted([key(n) for n in range(4)])
-    assert policy.victims(4, lambda k: True) == [key(n) for n in (3, 2, 1, 0)]
-    policy.accessed([key(n) for n in range(4)])
-    assert policy.victims(4, lambda k: True) == [key(n) for n in (3, 2, 1, 0)]
+    cache, slots = fill(policy_type, 4)
+    assert cache.policy.victims(4, ANY).tolist() == slots[::-1].tolist()
+    cache.touch(slots)
+    assert cache.policy.victims(4, 0).tolist() == slots[::-1].tolist()
 
 
-@pytest.mark.parametrize("policy_type", POLICIES)
-def test_asking_for_victims_changes_nothing(policy_type: type[Policy]) -> None:
-    policy = policy_type(8)
-    policy.inserted([key(n) for n in range(8)])
-    first = policy.victims(5, lambda k: k != key(6))
-    assert policy.victims(5, lambda k: k != key(6)) == first
-    assert policy.victims(0, lambda k: True) == []
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+def test_asking_for_victims_again_gives_the_same(policy_type: type[Policy]) -> None:
+    cache, slots = fill(policy_type, 8)
+    cache.touch(slots[2:4])
+    cache.pin(slots[6:7])
+    first = cache.policy.victims(5, 0).tolist()
+    assert len(set(first)) == 5 and slots[6] not in first
+    assert cache.policy.victims(5, 0).tolist() == first
+    assert cache.policy.victims(0, 0).tolist() == []
+    assert sorted(cache.policy.victims(100, 0)) == sorted(set(slots.tolist()) - {int(slots[6])})
 
 
-def test_arc_keeps_what_is_used_again_through_a_scan_and_lru_does_not() -> None:
+def test_what_is_used_again_outlives_a_scan_but_not_with_lru() -> None:
     kept = {}
-    for policy in (LRUPolicy(8), ARCPolicy(8)):
-        hot = [key(n) for n in range(4)]
-        policy.inserted(hot)
-        policy.accessed(hot)
-        resident = set(hot)
-        for number in range(100, 200):  # a long scan, each chunk once
-            if len(resident) == 8:
-                gone = policy.victims(1, lambda k: True)
-                policy.removed(gone, True)
-                resident.difference_update(gone)
-            policy.inserted([key(number)])
-            resident.add(key(number))
-        kept[type(policy)] = len(resident & set(hot))
-    assert kept == {LRUPolicy: 0, ARCPolicy: 4}
+    for policy_type in BUILT_IN:
+        cache = cache_of(40, policy_type)
+        hot = chunks(*range(20))
+        cache.touch(put(cache, hot))
+        for number in range(100, 500):  # a long scan, each chunk once
+            put(cache, chunks(number))
+        kept[policy_type] = int((cache.find(hot.keys) >= 0).sum())
+    assert kept == {LRUPolicy: 0, ARCPolicy: 20, S3FIFOPolicy: 20}
 
 
-@pytest.mark.parametrize("policy_type", POLICIES)
+def test_s3fifo_keeps_the_small_queue_at_its_share_of_the_bytes() -> None:
+    cache = cache_of(50, S3FIFOPolicy)
+    for number in range(50):
+        cache.touch(put(cache, chunks(number)))
+    for number in range(100, 200):
+        put(cache, chunks(number))
+    policy: Any = cache.policy
+    assert policy._nbytes.tolist() == [5 * 4096, 45 * 4096]
+
+
+def test_a_chunk_that_comes_back_while_its_ghost_is_there_is_known() -> None:
+    for policy_type, part in ((ARCPolicy, "T2"), (S3FIFOPolicy, "M")):
+        cache, _ = fill(policy_type, 4)
+        gone = numbers_of(cache.reserve(chunks(10)).evicted)
+        assert gone == [3]
+        back = put(cache, chunks(3))
+        assert lists_of(cache.policy)[part] == [back.tolist()]
+
+
+def test_what_is_forgotten_leaves_no_ghost() -> None:
+    for policy_type in (ARCPolicy, S3FIFOPolicy):
+        cache, slots = fill(policy_type, 4)
+        cache.forget(slots)
+        assert not any(ghosts_of(cache.policy).values())
+
+
+def test_arc_remembers_the_newest_ghosts_when_it_has_all_it_may_have() -> None:
+    """With T2 full and as many ghosts as chunks, each new eviction takes the place of the oldest ghost."""
+    cache = cache_of(4, ARCPolicy)
+    for start in range(0, 40, 4):
+        batch = chunks(*range(start, start + 4))
+        cache.touch(put(cache, batch))
+    ghosts = ghosts_of(cache.policy)
+    kept = {number for part in ghosts.values() for number in _numbers_of_words([word for word, _ in part])}
+    assert kept == {32, 33, 34, 35}
+
+
+def _numbers_of_words(words: list[int]) -> list[int]:
+    return numbers_of(np.array([[0, word] for word in words], np.uint64).reshape(-1, 2))
+
+
+def test_ages_are_right_across_the_wrap_of_the_stamps() -> None:
+    cache = make_cache(64 * 1024, (512, 1024), LRUPolicy)
+    policy: Any = cache.policy
+    policy._now = 2**32 - 3
+    order = []
+    for number in range(6):
+        order += put(cache, chunks(number, group=number % 2)).tolist()
+    assert policy._now > 2**32
+    assert policy.victims(6, ANY).tolist() == order
+
+
+def test_two_keys_that_ghosts_cannot_tell_apart() -> None:
+    sizes = np.array([512], np.int64)
+    ghosts = make_ghosts(3, 2)
+    assert add_ghost(ghosts, 0, np.uint64(7), 0, sizes) and not add_ghost(ghosts, 1, np.uint64(7), 0, sizes)
+    assert add_ghost(ghosts, 0, np.uint64(8), 0, sizes) and add_ghost(ghosts, 1, np.uint64(9), 0, sizes)
+    assert not add_ghost(ghosts, 1, np.uint64(10), 0, sizes)  # no place
+    assert ghosts.nbytes[:2].tolist() == [1024, 512]
+    remove_ghost(ghosts, oldest_ghost(ghosts, 0), sizes)
+    assert find_ghost(ghosts, np.uint64(7)) == -1 and find_ghost(ghosts, np.uint64(8)) >= 0
+    assert add_ghost(ghosts, 1, np.uint64(10), 0, sizes)
+    assert ghosts.nbytes[:2].tolist() == [512, 1024]
+
+
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+def test_the_repr_shows_the_counts(policy_type: type[Policy]) -> None:
+    cache, _ = fill(policy_type, 4)
+    assert policy_type.__name__ in repr(cache.policy) and str(4 * 4096) in repr(cache)
+
+
+@pytest.mark.parametrize("policy_type", BUILT_IN)
 def test_the_registry_finds_it(policy_type: type[Policy]) -> None:
     name = policy_type.__name__.removesuffix("Policy").lower()
     assert registry.load("policy", name, field="eviction_policy") is policy_type
+
+
+@pytest.mark.parametrize("policy_type", BUILT_IN)
+def test_keys_that_share_a_word(policy_type: type[Policy]) -> None:
+    """Hashes that agree in half of the key, on purpose: chunks are told apart all the same."""
+    for half in (0, 8):
+        cache = cache_of(8, policy_type)
+        hashes = []
+        for number in range(20):
+            tail = bytearray(16)
+            tail[half : half + 8] = (number + 1).to_bytes(8, "little")
+            hashes.append(bytes(16) + bytes(tail))
+        batch = key_tools.make_chunks(chunks(0).space, 0, hashes)
+        for number in range(20):
+            one = batch.slice(number, number + 1)
+            put(cache, one)
+            cache.touch(cache.find(one.keys))
+        assert cache.ready == 8
+        slots = cache.find(batch.keys)
+        assert (slots >= 0).sum() == 8
+        for number in np.flatnonzero(slots >= 0).tolist():
+            assert cache.name(int(slots[number])) == batch.name(number)

@@ -48,6 +48,7 @@ def test_the_creating_process_can_open_it_too() -> None:
         assert bytes(region.view[:3]) == b"abc"
         assert second.address != region.address
         assert second.handle == region.handle
+        assert second.pages == region.pages
 
 
 def test_a_mapping_outlives_the_creators_close() -> None:
@@ -69,6 +70,11 @@ def test_close_can_be_repeated_and_tolerates_exported_buffers() -> None:
     assert part[0] == 3
     assert len(region.view) == 0
     assert "closed" in repr(region)
+
+
+def test_its_repr_says_what_it_is() -> None:
+    with Region.create(SIZE) as region:
+        assert f"{SIZE} bytes" in repr(region) and f"{region.pages} pages" in repr(region)
 
 
 def test_close_gives_descriptors_back() -> None:

@@ -25,6 +25,8 @@ from tierkv.transfer.plan import BlockCopies, Transfer  # noqa: E402
 
 BLOCKS = 12
 REGION_BYTES = 1 << 16
+#: What the CUDA engine registers at once.
+PIECE_BYTES = 1 << 12
 #: Per group: blocks a chunk, and of each layer (page bytes, padding between two blocks' pages).
 SHAPES = (
     (4, ((48, 0), (16, 16), (100, 28))),
@@ -51,19 +53,30 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "cuda-stand-in":
         return Backend(request.param, make_engine)
     replace_cuda(monkeypatch)
+    return Backend("cpu", cuda_in_small_pieces)
+
+
+def cuda_in_small_pieces(groups: Sequence[DeviceGroup], region: Region) -> CopyEngine:
+    """Chunks of these tests cross from one piece to the next."""
     from tierkv.transfer.cuda import CudaCopyEngine
 
-    return Backend("cpu", CudaCopyEngine)
+    return CudaCopyEngine(groups, region, piece_bytes=PIECE_BYTES)
 
 
-def replace_cuda(monkeypatch: pytest.MonkeyPatch, register_code: int = 0) -> Mock:
-    """Make the CUDA engine run on CPU tensors; returns the stand-in for the CUDA runtime."""
+def replace_cuda(
+    monkeypatch: pytest.MonkeyPatch, register: Callable[[int, int, int], int] = lambda address, nbytes, flags: 0
+) -> Mock:
+    """Make the CUDA engine run on CPU tensors; returns the stand-in for the CUDA runtime.
+
+    Args:
+        register: ``cudaHostRegister``; returns a ``cudaError_t``.
+    """
     from tierkv.transfer import cuda
 
     for name in ("device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     event = Mock(**{"elapsed_time.return_value": 0.0})
-    runtime = Mock(**{"cudaHostRegister.return_value": register_code, "cudaHostUnregister.return_value": 0})
+    runtime = Mock(**{"cudaHostRegister.side_effect": register, "cudaHostUnregister.return_value": 0})
     for name, stand_in in (("_new_stream", Mock()), ("_new_event", event), ("_cudart", runtime)):
         monkeypatch.setattr(cuda, name, lambda stand_in=stand_in: stand_in)
     return runtime
@@ -119,7 +132,7 @@ def rank(region: Region, backend: Backend) -> Iterator[Rank]:
     made = Rank(region, backend)
     yield made
     made.engine.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("tierkv-copy-")]
+    assert not [t.name for t in threading.enumerate() if t.name.startswith(("tierkv-copy-", "tierkv-pin-"))]
 
 
 def all_groups(job_id: int, store: bool) -> Transfer:
@@ -129,7 +142,7 @@ def all_groups(job_id: int, store: bool) -> Transfer:
         store,
         (
             BlockCopies.of(0, [7, 2, 3, 11], [1024] * 4, [0, 1, 2, 3]),
-            BlockCopies.of(1, [0, 1, 5], [4096, 4096, 8192], [0, 1, 1]),
+            BlockCopies.of(1, [0, 1, 5], [4096 - 64, 4096 - 64, 8192], [0, 1, 1]),
             BlockCopies.of(2, [9, 4], [512, 640], [0, 0]),
         ),
     )
@@ -145,7 +158,7 @@ def test_a_store_writes_canonical_bytes_and_nothing_else(rank: Rank, region: Reg
         return len(chunk)
 
     nbytes = put(1024, [rank.block(0, b) for b in (7, 2, 3, 11)])
-    nbytes += put(4096, [rank.block(1, b) for b in (0, 1)])
+    nbytes += put(4096 - 64, [rank.block(1, b) for b in (0, 1)])
     nbytes += put(8192 + 256, [rank.block(1, 5)])
     nbytes += put(512, [rank.block(2, 9)]) + put(640, [rank.block(2, 4)])
     assert bytes(region.view) == bytes(expected)
@@ -352,21 +365,92 @@ def test_no_kernel_is_compiled_by_a_transfer(region: Region) -> None:
     rank.engine.close()
 
 
-@pytest.mark.parametrize(("code", "warned"), [(0, False), (712, False), (2, True)])
-def test_the_cuda_engine_registers_the_region_once_and_goes_on_without(
-    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, warned: bool
-) -> None:
-    runtime = replace_cuda(monkeypatch, code)
-    from tierkv.transfer.cuda import CudaCopyEngine
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
 
-    rank = Rank(region, Backend("cpu", CudaCopyEngine))
-    runtime.cudaHostRegister.assert_called_once_with(region.address, region.size, 0)
-    assert ("page-locked" in caplog.text) is warned
+
+def test_the_cuda_engine_registers_the_region_in_pieces(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = replace_cuda(monkeypatch)
+    rank = Rank(region, Backend("cpu", cuda_in_small_pieces))
+    engine: Any = rank.engine
+    assert eventually(lambda: engine.registered_bytes == REGION_BYTES)
+    starts = range(region.address, region.address + REGION_BYTES, PIECE_BYTES)
+    assert runtime.cudaHostRegister.call_args_list == [call(start, PIECE_BYTES, 0) for start in starts]
     assert rank.run(all_groups(1, store=True))[1].ok
     runtime.cudaHostUnregister.assert_not_called()
-    rank.engine.close()
-    rank.engine.close()
-    assert runtime.cudaHostUnregister.call_args_list == [call(region.address)] * (code == 0)
+    engine.close()
+    engine.close()
+    assert runtime.cudaHostUnregister.call_args_list == [call(start) for start in starts]
+    assert engine.registered_bytes == 0
+
+
+def test_a_region_of_one_piece_is_registered_at_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierkv.transfer.cuda import CudaCopyEngine
+
+    runtime = replace_cuda(monkeypatch)
+    engine: Any = Rank(region, Backend("cpu", CudaCopyEngine)).engine
+    assert eventually(lambda: engine.registered_bytes == REGION_BYTES)
+    runtime.cudaHostRegister.assert_called_once_with(region.address, region.size, 0)
+    engine.close()
+
+
+def test_the_cuda_engine_copies_before_anything_is_registered(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ``close`` waits for the call that is running, and undoes that one and no other."""
+    go_on = threading.Event()
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        assert go_on.wait(60)
+        return 0
+
+    runtime = replace_cuda(monkeypatch, register)
+    rank = Rank(region, Backend("cpu", cuda_in_small_pieces))
+    engine: Any = rank.engine
+    assert rank.run(all_groups(1, store=True))[1].ok and engine.registered_bytes == 0
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    assert eventually(lambda: engine._pinner._stop.is_set())
+    runtime.cudaHostUnregister.assert_not_called()
+    go_on.set()
+    closing.join(60)
+    assert runtime.cudaHostRegister.call_args_list == [call(region.address, PIECE_BYTES, 0)]
+    assert runtime.cudaHostUnregister.call_args_list == [call(region.address)]
+
+
+@pytest.mark.parametrize(("code", "registered", "warned"), [(712, REGION_BYTES - PIECE_BYTES, False), (2, 8192, True)])
+def test_the_cuda_engine_goes_on_without_what_cannot_be_registered(
+    region: Region,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    registered: int,
+    warned: bool,
+) -> None:
+    third = region.address + 2 * PIECE_BYTES
+    runtime = replace_cuda(monkeypatch, lambda address, nbytes, flags: code if address == third else 0)
+    rank = Rank(region, Backend("cpu", cuda_in_small_pieces))
+    engine: Any = rank.engine
+    assert eventually(lambda: engine.registered_bytes == registered)
+    assert eventually(lambda: ("8192 are page-locked" in caplog.text and f"CUDA error {code}" in caplog.text) is warned)
+    assert len(caplog.records) == warned
+    assert rank.run(all_groups(1, store=True))[1].ok
+    engine.close()
+    undone = [args.args[0] - region.address for args in runtime.cudaHostUnregister.call_args_list]
+    assert undone == ([0, 4096] if warned else [start for start in range(0, REGION_BYTES, 4096) if start != 8192])
+
+
+def test_what_cannot_be_unregistered_is_logged(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = replace_cuda(monkeypatch)
+    runtime.cudaHostUnregister.side_effect = lambda address: 1 if address == region.address else 0
+    engine: Any = Rank(region, Backend("cpu", cuda_in_small_pieces)).engine
+    assert eventually(lambda: engine.registered_bytes == REGION_BYTES)
+    engine.close()
+    assert engine.registered_bytes == PIECE_BYTES
+    assert f"{PIECE_BYTES} bytes of the host region stay page-locked: cudaHostUnregister: CUDA error 1" in caplog.text
 
 
 def test_a_device_without_an_engine_is_named(region: Region) -> None:

@@ -6,12 +6,14 @@ import itertools
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierkv.transfer.pin import cut
 from tierkv.transfer.plan import BlockCopies, Run, Transfer, runs
 
 
@@ -25,7 +27,10 @@ def test_a_transfer_travels_by_pickle() -> None:
 
 
 def test_plans_do_not_need_torch() -> None:
-    code = "import sys, tierkv.transfer.plan, tierkv.transfer.engine; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, tierkv.transfer.plan, tierkv.transfer.pin, tierkv.transfer.engine\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -47,8 +52,37 @@ def test_runs_cover_each_page_in_order_and_are_as_long_as_can_be(
     assert touching or all(run.blocks == 1 for run in found)
 
 
+@given(start=st.integers(0, 40), size=st.integers(1, 60), piece=st.integers(1, 20))
+def test_a_cut_copy_is_whole_and_no_part_crosses_pieces(start: int, size: int, piece: int) -> None:
+    bounds = cut(start, start + size, piece)
+    assert bounds[0] == start and bounds[-1] == start + size
+    for first, end in itertools.pairwise(bounds):
+        assert first < end and first // piece == (end - 1) // piece
+    assert all(bound % piece == 0 for bound in bounds[1:-1])  # no more parts than must be
+
+
+class Copies:
+    """Records every copy between tensors: which bytes of ``host`` it reads or writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+        self.spans: list[tuple[int, int]] = []
+        copy = type(host).copy_
+
+        def record(target: Any, source: Any, **options: Any) -> Any:
+            for tensor in (target, source):
+                start = tensor.data_ptr() - host.data_ptr()
+                if 0 <= start < host.numel():
+                    self.spans.append((start, start + tensor.numel()))
+            return copy(target, source, **options)
+
+        monkeypatch.setattr(type(host), "copy_", record)
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 24, 16, 7])
 @pytest.mark.parametrize("stride", [16, 24])
-def test_copy_runs_of_the_cuda_engine_moves_the_right_bytes(stride: int) -> None:
+def test_copy_runs_of_the_cuda_engine_moves_the_right_bytes(
+    stride: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
     from tierkv.transfer.cuda import copy_runs
 
@@ -61,11 +95,16 @@ def test_copy_runs_of_the_cuda_engine_moves_the_right_bytes(stride: int) -> None
         [Run(2, 3, 0), Run(0, 1, 100)] if stride == 16 else [Run(2, 1, 0), Run(3, 1, 16), Run(4, 1, 32), Run(0, 1, 100)]
     )
     before = page.clone()
+    copies = Copies(monkeypatch, host)
     with torch.inference_mode():
-        assert copy_runs(page, host, plan, to_host=True) == 64
+        assert copy_runs(page, host, plan, piece_bytes, to_host=True) == 64
         for block, at in zip(blocks, offsets, strict=True):
             assert torch.equal(host[at : at + 16], before[block])
         page.zero_()
-        assert copy_runs(page, host, plan, to_host=False) == 64
+        assert copy_runs(page, host, plan, piece_bytes, to_host=False) == 64
+    assert sum(end - start for start, end in copies.spans) == 2 * 64
+    assert all(start // piece_bytes == (end - 1) // piece_bytes for start, end in copies.spans)
+    if piece_bytes == 1000:
+        assert len(copies.spans) == 2 * len(plan)  # what fits a piece is one copy
     assert torch.equal(page[[0, 2, 3, 4]], before[[0, 2, 3, 4]])
     assert not page[[1, 5, 6, 7]].any()

@@ -9,7 +9,9 @@ the copies, and waits for an event behind them. Enqueueing costs some microsecon
 that thread and not in ``submit``.
 
 The region is registered with the driver (page-locked), since only then copies are asynchronous and at full speed.
-Where that fails, copies still are right, only slower: see ``registered``.
+That takes seconds for 10 GB, so it is done in pieces in the background (``tierkv.transfer.pin``), and no copy crosses
+from one piece to the next. Copies of what is not registered, or cannot be, still are right, only slower: see
+``registered_bytes``.
 
 ``Tensor.record_stream`` is not needed: it keeps the allocator from reusing a tensor's memory while another stream still
 works on it. The only device tensors here are views of the KV cache, which outlives this engine, and no temporary is
@@ -19,18 +21,17 @@ the cache are not reused too early is the caller's part (``wait``).
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from tierkv.errors import TransferError
 from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_host_offsets
 from tierkv.transfer.fifo import FifoEngine
+from tierkv.transfer.pin import PIECE_BYTES, Pinner, cut
 from tierkv.transfer.plan import Run, Transfer, runs
-
-_logger = logging.getLogger(__name__)
 
 # cudaError_t, where a value has its own meaning for us.
 _SUCCESS = 0
@@ -40,30 +41,35 @@ _ALREADY_REGISTERED = 712
 class CudaCopyEngine(FifoEngine):
     """Copies page by page, with runs of blocks that touch on both sides merged.
 
-    registered: whether this engine has page-locked the region (and will undo it in ``close``).
-
-    Thread safety: as ``CopyEngine``.
+    Thread safety: as ``CopyEngine``; ``registered_bytes`` may be read by any thread.
     """
 
-    def __init__(self, groups: Sequence[DeviceGroup], region: HostMemory) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup], region: HostMemory, *, piece_bytes: int = PIECE_BYTES) -> None:
+        """
+        Args:
+            piece_bytes: of the region, registered at once; a multiple of the page size.
+        """
         self._device = groups[0].device
         self._host = torch.frombuffer(region.view, dtype=torch.int8)
         # One dtype on both sides: a copy that converts would need a temporary.
         self._pages = [[page.view(torch.int8) for page in group.pages] for group in groups]
+        self._piece_bytes = piece_bytes
         with torch.cuda.device(self._device):
             self._streams = {store: _new_stream() for store in (True, False)}
-            self.registered = _register(region, self._device)
+        self._pinner = Pinner(region, self._register, self._unregister, piece_bytes=piece_bytes)
         super().__init__(groups, region)
+
+    @property
+    def registered_bytes(self) -> int:
+        """How much of the region this engine has page-locked so far; what others have, ``close`` does not undo."""
+        return self._pinner.registered_bytes
 
     def close(self) -> None:
         was_closed = self._closed
         super().close()  # both threads have ended: no copy runs any more
         if was_closed:
             return
-        if self.registered:
-            self.registered = False
-            with torch.cuda.device(self._device):
-                _cudart().cudaHostUnregister(self.region.address)
+        self._pinner.close()
         self._host = torch.empty(0, dtype=torch.int8)  # the view of the region is given back
 
     def _begin(self) -> torch.cuda.Event:
@@ -82,7 +88,7 @@ class CudaCopyEngine(FifoEngine):
             start.record(stream)
             try:
                 for page, page_runs in plan:
-                    nbytes += copy_runs(page, self._host, page_runs, to_host=transfer.store)
+                    nbytes += copy_runs(page, self._host, page_runs, self._piece_bytes, to_host=transfer.store)
             finally:
                 # Also after an error: what was enqueued before it must not move bytes after the report.
                 end.record(stream)
@@ -99,12 +105,30 @@ class CudaCopyEngine(FifoEngine):
                 plan.append((page, runs(copies.blocks, offsets, int(page.shape[1]), touching)))
         return plan
 
+    # On the pinning thread. An error that the runtime remembers there is found by nobody.
 
-def copy_runs(page: torch.Tensor, host: torch.Tensor, page_runs: Sequence[Run], *, to_host: bool) -> int:
+    def _register(self, address: int, nbytes: int) -> bool:
+        with torch.cuda.device(self._device):
+            code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if code not in (_SUCCESS, _ALREADY_REGISTERED):
+            raise TransferError(f"cudaHostRegister: CUDA error {code}")
+        return code == _SUCCESS
+
+    def _unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            code = int(_cudart().cudaHostUnregister(address))
+        if code != _SUCCESS:
+            raise TransferError(f"cudaHostUnregister: CUDA error {code}")
+
+
+def copy_runs(
+    page: torch.Tensor, host: torch.Tensor, page_runs: Sequence[Run], piece_bytes: int, *, to_host: bool
+) -> int:
     """Enqueue the copies of ``page_runs`` on the current stream; returns the bytes that they move.
 
     Args:
         page: ``(num_blocks, page_bytes)`` int8. host: ``(region size,)`` int8.
+        piece_bytes: no single copy crosses a multiple of this in ``host``.
     """
     page_bytes = int(page.shape[1])
     nbytes = 0
@@ -113,29 +137,14 @@ def copy_runs(page: torch.Tensor, host: torch.Tensor, page_runs: Sequence[Run], 
         # A run of several blocks has no gaps (see ``runs``), so it can be viewed as one piece.
         several = page[run.first : run.first + run.blocks]
         device_bytes = several.view(size) if run.blocks > 1 else page[run.first]
-        host_bytes = host[run.host_offset : run.host_offset + size]
-        target, source = (host_bytes, device_bytes) if to_host else (device_bytes, host_bytes)
-        target.copy_(source, non_blocking=True)
+        bounds = cut(run.host_offset, run.host_offset + size, piece_bytes)
+        for start, end in itertools.pairwise(bounds):
+            host_bytes = host[start:end]
+            part = device_bytes[start - run.host_offset : end - run.host_offset] if len(bounds) > 2 else device_bytes
+            target, source = (host_bytes, part) if to_host else (part, host_bytes)
+            target.copy_(source, non_blocking=True)
         nbytes += size
     return nbytes
-
-
-def _register(region: HostMemory, device: torch.device) -> bool:
-    """Page-lock the region; whether that was done here."""
-    code = int(_cudart().cudaHostRegister(region.address, region.size, 0))
-    if code == _SUCCESS:
-        return True
-    if code != _ALREADY_REGISTERED:
-        _logger.warning(
-            "the host region of %d bytes cannot be page-locked (CUDA error %d): copies will be slower; "
-            "check the limit on locked memory (ulimit -l) and the memory that is free",
-            region.size,
-            code,
-        )
-    # The runtime remembers the error and the next kernel launch, of anybody, would report it: launch one here.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device)
-    return False
 
 
 # torch has no types for these.

@@ -1,0 +1,99 @@
+"""Ghosts: the keys of chunks that were evicted, in lists from oldest to newest, so that one that comes back is known.
+
+A ghost is known by the second word of its key alone: two keys that share it are one in 2**64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.host.index import NONE, Table, Words, delete, find, insert, make_table
+from tierkv.host.jit import Int, inlined, jit
+from tierkv.host.lists import NEWEST, OLDEST, Ends, Links, make_ends, push, unlink
+
+
+class Ghosts(NamedTuple):
+    """``capacity`` places. word: the second word of each ghost's key · kind: its list and its chunk's size class, as
+    ``class * 4 + list``.
+
+    ends: the lists, and behind them the one of places that are free. nbytes: by list, of all its chunks together.
+    """
+
+    table: Table
+    word: Words
+    older: Links
+    newer: Links
+    kind: npt.NDArray[np.uint8]
+    ends: Ends
+    nbytes: npt.NDArray[np.int64]
+
+
+def make_ghosts(capacity: int, lists: int) -> Ghosts:
+    """No ghosts yet. ``lists``: 3 at most. Places are taken one after another: what was never used costs no memory."""
+    ends = make_ends(lists + 1)
+    return Ghosts(
+        table=make_table(capacity),
+        word=np.zeros(capacity, np.uint64),
+        older=np.zeros(capacity, np.int32),
+        newer=np.zeros(capacity, np.int32),
+        kind=np.zeros(capacity, np.uint8),
+        ends=ends,
+        # One more: how many places have been used so far.
+        nbytes=np.zeros(lists + 1, np.int64),
+    )
+
+
+def _find_ghost(g: Ghosts, word1: np.uint64) -> Int:
+    """The ghost of a key, by its second word, or -1."""
+    return find(g.table, g.word, g.word, word1, word1)
+
+
+def _ghost_list(g: Ghosts, ghost: Int) -> Int:
+    return int(g.kind[ghost]) & 3
+
+
+def _remove_ghost(g: Ghosts, ghost: Int, class_bytes: npt.NDArray[np.int64]) -> None:
+    """Forget ``ghost``. ``class_bytes``: of a chunk of each size class."""
+    which = ghost_list(g, ghost)
+    unlink(g.ends, g.older, g.newer, which, ghost)
+    delete(g.table, g.word[ghost], ghost)
+    g.nbytes[which] -= class_bytes[g.kind[ghost] >> 2]
+    push(g.ends, g.older, g.newer, g.ends.shape[0] - 1, ghost)
+
+
+def _add_ghost(g: Ghosts, which: Int, word1: np.uint64, size_class: Int, class_bytes: npt.NDArray[np.int64]) -> bool:
+    """Remember an evicted chunk as the newest of a list; False if there is no place, or its like is there already."""
+    free = g.ends.shape[0] - 1
+    if find(g.table, g.word, g.word, word1, word1) >= 0:
+        return False
+    ghost = np.int64(g.ends[free, NEWEST])
+    if ghost >= 0:
+        unlink(g.ends, g.older, g.newer, free, ghost)
+    elif g.nbytes[free] < g.word.shape[0]:
+        ghost = np.int64(g.nbytes[free])
+        g.nbytes[free] += 1
+    else:
+        return False
+    g.word[ghost] = word1
+    g.kind[ghost] = size_class * 4 + which
+    push(g.ends, g.older, g.newer, which, ghost)
+    insert(g.table, word1, ghost)
+    g.nbytes[which] += class_bytes[size_class]
+    return True
+
+
+def _oldest_ghost(g: Ghosts, which: Int) -> Int:
+    """The oldest of a list, or -1."""
+    if g.ends[which, OLDEST] < 0:
+        return NONE
+    return np.int64(g.ends[which, OLDEST])
+
+
+find_ghost = inlined(_find_ghost)
+ghost_list = inlined(_ghost_list)
+remove_ghost = jit(_remove_ghost)
+add_ghost = jit(_add_ghost)
+oldest_ghost = inlined(_oldest_ghost)
