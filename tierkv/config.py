@@ -21,6 +21,7 @@ from tierkv.errors import ConfigError
 Positive = Annotated[int, Meta(gt=0)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
@@ -31,7 +32,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     type: the tier's name in the registry, or of a class in ``module_path``.
     module_path: ``package.module:Class`` of a tier that is not built in.
     name: what metrics and threads call it; the type, with a number if needed, by default.
-    backpressure: accepted for vLLM's sake; not used yet.
+    backpressure: as the configuration's own, for this tier; its fields come first.
     """
 
     type: str
@@ -44,8 +45,12 @@ class CacheConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     """``kv_connector_extra_config``.
 
     cpu_bytes_to_use: bytes of host memory for one engine, all ranks together.
+    huge_pages: of host memory: ``auto`` asks for transparent ones where the system allows them to shared memory, ``on``
+        takes reserved ones, ``off`` neither.
+    numa: the nodes that host memory lies on: ``off`` leaves that to the system, ``interleave`` uses all turn by turn,
+        ``local`` that of the process, and ``0,1``, say, these turn by turn.
     blocks_per_chunk, block_size: the size of a chunk, in device blocks or in tokens; not both.
-    eviction_policy: ``lru``, ``arc``, or a class of ``cache_policy_module_path``.
+    eviction_policy: ``lru``, ``arc``, ``s3fifo``, or a class of ``cache_policy_module_path``.
     store_threshold: a chunk is stored the n-th time that it is computed (0 and 1: the first).
     max_tracker_size: how many chunks ``store_threshold`` remembers.
     offload_prompt_only: keep only chunks that end within the prompt.
@@ -54,11 +59,16 @@ class CacheConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     weights_check: ``samples`` hashes 64 pages of each weight file at start, ``full`` everything.
     reset_scope: what vLLM's ``reset_cache`` forgets: ``all`` starts a new generation, so that no tier
         serves what was stored before; ``host`` empties the host cache only.
-    lookup_timeout_s, load_timeout_s: a tier that takes longer to find or to deliver is a miss.
+    lookup_timeout_s, load_timeout_s, store_timeout_s: a tier that takes longer to find or to deliver is a miss; one
+        that takes longer to store has failed.
+    promotion_share: the share of host memory that requests which wait for their prefix may hold, at most 1.
+    backpressure: drop stores to tiers that have become slow (``tierkv.tiers.throttle``); None: never.
     trace_path: append a JSON line for each event in the life of a chunk to this file.
     """
 
     cpu_bytes_to_use: Positive
+    huge_pages: Literal["off", "auto", "on"] = "auto"
+    numa: str = "off"
     blocks_per_chunk: Positive | None = None
     block_size: Positive | None = None
     eviction_policy: str = "lru"
@@ -72,17 +82,19 @@ class CacheConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     reset_scope: Literal["all", "host"] = "all"
     lookup_timeout_s: Seconds = 10.0
     load_timeout_s: Seconds = 60.0
+    store_timeout_s: Seconds = 60.0
+    promotion_share: Share = 0.8
+    backpressure: dict[str, Any] | None = None
     trace_path: str | None = None
     # Accepted so that a configuration of vLLM's own tiering is valid as it is. What has no effect is logged.
     spec_name: str | None = None
     spec_module_path: str | None = None
     canonical_layout: bool = True
     self_describing_kv_events: bool = False
-    backpressure: dict[str, Any] | None = None
 
 
 #: Fields of vLLM's own tiering that are accepted and have no effect (yet).
-WITHOUT_EFFECT = ("spec_name", "spec_module_path", "canonical_layout", "self_describing_kv_events", "backpressure")
+WITHOUT_EFFECT = ("spec_name", "spec_module_path", "canonical_layout", "self_describing_kv_events")
 
 
 def decode(raw: Mapping[str, Any], type_: type[_StructT], path: str = "") -> _StructT:
@@ -159,5 +171,10 @@ def _accepted(field: Any) -> str:
     """What a field accepts, in words."""
     if field is None:
         return ""
-    words = {Positive: "an integer above 0", NonNegative: "an integer, 0 or above", Seconds: "seconds above 0"}
+    words = {
+        Positive: "an integer above 0",
+        NonNegative: "an integer, 0 or above",
+        Seconds: "seconds above 0",
+        Share: "above 0, at most 1",
+    }
     return words.get(field.type) or str(getattr(field.type, "__name__", field.type))

@@ -113,24 +113,26 @@ def make_keys(space: Space, group: int, hashes: Hashes) -> Keys:
     """The keys of the chunks of ``group`` whose last hash blocks are ``hashes``."""
     if not len(hashes):
         return np.empty((0, 2), np.uint64)
-    return np.ascontiguousarray(hashes[:, -KEY_BYTES:]).view("<u8") ^ group_mask(space, group)
+    tails = hashes[:, -KEY_BYTES:]
+    # Words are read where they lie if they lie on words.
+    words = np.ascontiguousarray(hashes).view("<u8")[:, -2:] if hashes.shape[1] % 8 == 0 else None
+    return (np.ascontiguousarray(tails).view("<u8") if words is None else words) ^ group_mask(space, group)
 
 
 def make_chunks(space: Space, group: int, hashes: Sequence[bytes]) -> Chunks:
     """The chunks of one group, named by the hashes of their last hash blocks."""
     array = hash_array(hashes)
-    return Chunks(space, make_keys(space, group, array), np.full(len(hashes), group, np.int32), array)
+    return Chunks(space, make_keys(space, group, array), np.broadcast_to(np.int32(group), len(hashes)), array)
 
 
 class RequestChunks:
-    """The complete chunks of one request, by group; they only grow, and each hash is converted once.
+    """The complete chunks of one request, by group; they only grow, and a hash is converted once, when it is needed.
 
-    chunks: for each group, its chunks from the first token on: views, valid whatever grows later.
+    A prompt may have 65,536 hashes of which only the first is looked at, on the thread that all requests wait for.
 
-    Thread safety: ``extend`` is called by one thread; what ``chunks`` gave may be read by any.
+    Thread safety: ``extend`` and ``GroupChunks.upto`` and ``take`` are called by one thread at a time; ``slice`` and
+    ``len`` by any.
     """
-
-    __slots__ = ("_groups", "_hashes", "_keys", "_per_chunk", "chunks", "count", "space")
 
     def __init__(self, space: Space, groups: Sequence[int], hashes_per_chunk: Sequence[int]) -> None:
         """
@@ -138,56 +140,83 @@ class RequestChunks:
             groups: the groups' ids. hashes_per_chunk: for each, how many block hashes a chunk spans.
         """
         self.space = space
+        #: Changes when the hashes are not what they were, continued.
+        self.version = 0
+        self._source: Sequence[bytes] = ()
         self._groups = tuple(groups)
         self._per_chunk = tuple(hashes_per_chunk)
-        self.count = 0  # of block hashes
-        self._hashes: Hashes = np.empty((0, 0), np.uint8)
-        self._keys: list[Keys] = [np.empty((0, 2), np.uint64) for _ in self._groups]
-        self.chunks: tuple[Chunks, ...] = tuple(make_chunks(space, group, []) for group in self._groups)
+        self._converted = [make_chunks(space, group, []) for group in groups]
+        #: For each group, its chunks from the first token on, as far as they are complete.
+        self.chunks = tuple(GroupChunks(self, n, 0) for n in range(len(self._groups)))
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """Name what ``block_hashes``, the request's from its first block on, have completed since the last call.
+        """The request's hashes are ``block_hashes`` by now. The sequence is kept; it may only be appended to.
 
-        Those of a request that was cut back, and may have gone on otherwise, are converted anew.
-
-        Raises:
-            ValueError: as ``hash_array``.
+        A request that was cut back, and may have gone on otherwise, is named anew.
         """
-        if self._was_cut(block_hashes):
-            self.count = 0
-        count = len(block_hashes)
-        if count == self.count:
-            return
-        added = hash_array(block_hashes[self.count :] if self.count else block_hashes)
-        if self.count and added.shape[1] != self._hashes.shape[1]:
-            raise ValueError("the block hashes of a request must have one length")
-        self._hashes = _grown(self._hashes, self.count, added)
-        named = []
-        for n, (group, per_chunk) in enumerate(zip(self._groups, self._per_chunk, strict=True)):
-            before, now = self.count // per_chunk, count // per_chunk
-            last = self._hashes[per_chunk - 1 : now * per_chunk : per_chunk]
-            self._keys[n] = _grown(self._keys[n], before, make_keys(self.space, group, last[before:]))
-            ids = np.broadcast_to(np.int32(group), now)
-            named.append(Chunks(self.space, self._keys[n][:now], ids, last))
-        self.count = count
-        self.chunks = tuple(named)
+        self._source = block_hashes
+        if any(map(self._was_cut, range(len(self._groups)))):
+            self.version += 1
+            self._converted = [make_chunks(self.space, group, []) for group in self._groups]
+        counts = [len(block_hashes) // per_chunk for per_chunk in self._per_chunk]
+        if counts != [len(chunks) for chunks in self.chunks] or self.chunks[0].version != self.version:
+            self.chunks = tuple(GroupChunks(self, n, count) for n, count in enumerate(counts))
 
-    def _was_cut(self, block_hashes: Sequence[bytes]) -> bool:
-        """Whether these are not what is known, continued. A hash stands for all that precedes it: the last tells."""
-        last = self.count - 1
-        return last >= 0 and (len(block_hashes) <= last or block_hashes[last] != self._hashes[last].tobytes())
+    def upto(self, n: int, count: int) -> Chunks:
+        """The first ``count`` chunks of group ``n``, or more, converted for good."""
+        known = self._converted[n]
+        if count > len(known):
+            # At least as much again, so that a prompt that is asked for bit by bit is not copied each time.
+            count = max(count, min(2 * len(known), len(self.chunks[n])))
+            added = self.slice(n, len(known), count)
+            self._converted[n] = known = Chunks.concat([known, added]) if len(known) else added
+        return known
+
+    def slice(self, n: int, first: int, last: int) -> Chunks:
+        """The chunks ``first`` to ``last`` - 1 of group ``n``, converted for the caller alone."""
+        per_chunk, source = self._per_chunk[n], self._source
+        if first or last * per_chunk < len(source) or per_chunk > 1:
+            source = source[(first + 1) * per_chunk - 1 : last * per_chunk : per_chunk]
+        return make_chunks(self.space, self._groups[n], source)
+
+    def _was_cut(self, n: int) -> bool:
+        """Whether the hashes are not what is known, continued. A hash stands for all before it: the last one tells."""
+        known = self._converted[n]
+        last = len(known) * self._per_chunk[n] - 1
+        return last >= 0 and (len(self._source) <= last or self._source[last] != known.hashes[-1].tobytes())
 
 
-def _grown(array: npt.NDArray[Any], used: int, added: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``array``, whose first ``used`` rows count, with ``added`` behind them; a new one with room if it is full."""
-    if not used:
-        return added
-    if used + len(added) > len(array):
-        larger = np.empty((2 * (used + len(added)), added.shape[1]), added.dtype)
-        larger[:used] = array[:used]
-        array = larger
-    array[used : used + len(added)] = added
-    return array
+class GroupChunks:
+    """The chunks of one group of a request, as many as there were when this was made. As ``Chunks``, converted late.
+
+    Thread safety: as ``RequestChunks``.
+    """
+
+    __slots__ = ("_count", "_n", "_request", "space", "version")
+
+    def __init__(self, request: RequestChunks, n: int, count: int) -> None:
+        self.space = request.space
+        self.version = request.version
+        self._request = request
+        self._n = n
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def upto(self, count: int) -> Chunks:
+        """The first ``count`` chunks, or more."""
+        return self._request.upto(self._n, count)
+
+    def slice(self, first: int, last: int) -> Chunks:
+        """The chunks ``first`` to ``last`` - 1."""
+        return self._request.slice(self._n, first, last)
+
+    def take(self, indices: Sequence[int] | npt.NDArray[np.intp]) -> Chunks:
+        """The chunks at ``indices``, in that order; as views if these are a range."""
+        if isinstance(indices, range) and indices.step == 1:
+            return self.upto(indices.stop).slice(indices.start, indices.stop)
+        return self.upto(max(indices, default=-1) + 1).take(indices)
 
 
 def hash_tokens(

@@ -19,6 +19,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
     "policy": {
         "lru": "tierkv.host.policies.lru:LRUPolicy",
         "arc": "tierkv.host.policies.arc:ARCPolicy",
+        "s3fifo": "tierkv.host.policies.s3fifo:S3FIFOPolicy",
     },
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,11 +76,22 @@ class Chunks:
         """The chunks ``first`` to ``last`` - 1, as views."""
         return Chunks(self.space, self.keys[first:last], self.groups[first:last], self.hashes[first:last])
 
+    def upto(self, count: int) -> Chunks:
+        """The first ``count`` chunks, or more."""
+        return self
+
+    @property
+    def version(self) -> int:
+        """Always 0: see ``GroupChunks``."""
+        return 0
+
     @staticmethod
     def concat(parts: Sequence[Chunks]) -> Chunks:
         """All of ``parts``, which are not empty and share one space, as one batch."""
         assert parts and all(p.space == parts[0].space for p in parts)
         parts = [p for p in parts if len(p)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         return Chunks(
             parts[0].space,
             np.concatenate([p.keys for p in parts]),
@@ -95,12 +106,49 @@ def key_list(keys: Keys) -> list[bytes]:
     return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
 
 
+#: What a tier keeps its chunks on, and whether that is this host's, in vLLM's words (``kv_load_tiers`` of a request).
+Medium = Literal["CPU", "STORAGE"]
+Locality = Literal["LOCAL", "REMOTE"]
+
+
+class TierMatch(NamedTuple):
+    """A kind of tiers. None: of any medium, or anywhere."""
+
+    medium: Medium | None = None
+    locality: Locality | None = None
+
+    def fits(self, medium: Medium | None, locality: Locality | None) -> bool:
+        """Whether a tier is of this kind. One that does not say (None) may be."""
+        return (None in (self.medium, medium) or self.medium == medium) and (
+            None in (self.locality, locality) or self.locality == locality
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierFilter:
+    """Which tiers may be asked: those of one of the kinds ``matches``; without any, none. ``matches`` None: all."""
+
+    matches: tuple[TierMatch, ...] | None = None
+
+    def allows(self, medium: Medium | None, locality: Locality | None) -> bool:
+        """Whether a tier with this ``medium`` and ``locality`` may be asked."""
+        return self.matches is None or any(match.fits(medium, locality) for match in self.matches)
+
+
+ANY_TIER = TierFilter()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a tier may know of the request that asks. ``params`` is the request's ``kv_transfer_params``."""
+    """What a tier may know of the request that asks.
+
+    params: the request's ``kv_transfer_params``. load_tiers: the tiers that it may be served from; what lies in the
+        host cache, wherever it came from, serves every request.
+    """
 
     request_id: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
+    load_tiers: TierFilter = ANY_TIER
 
 
 @dataclass(frozen=True, slots=True)

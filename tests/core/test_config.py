@@ -52,7 +52,7 @@ def test_a_configuration_of_the_engine_s_own_tiering_is_valid_as_it_is() -> None
             "offload_prompt_only": False,
             "canonical_layout": True,
             "self_describing_kv_events": True,
-            "backpressure": {"type": "ema"},
+            "backpressure": {"backpressure_cls": "EMABackpressureDetector"},
             "secondary_tiers": [{"type": "fs", "root_dir": "/x", "backpressure": {}}],
         }
     )

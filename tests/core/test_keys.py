@@ -109,17 +109,45 @@ def test_a_request_names_its_chunks_as_it_grows(steps: list[int], first: int, se
             expected = [hashes[(i + 1) * per_chunk - 1] for i in range(len(hashes) // per_chunk)]
             before.append((chunks, make_chunks(SPACE, group, expected)))
         for chunks, wanted in before:
-            assert [chunks.name(i) for i in range(len(chunks))] == [wanted.name(i) for i in range(len(wanted))]
-            assert np.array_equal(chunks.keys, wanted.keys)
+            some = len(chunks) * 2 // 3
+            for found, same in (
+                (chunks.slice(some, len(chunks)), wanted.slice(some, len(wanted))),
+                (chunks.upto(some).slice(0, some), wanted.slice(0, some)),
+                (chunks.take(range(len(chunks))[::-2]), wanted.take(range(len(wanted))[::-2])),
+            ):
+                assert [found.name(i) for i in range(len(found))] == [same.name(i) for i in range(len(same))]
+                assert np.array_equal(found.keys, same.keys)
 
 
 def test_a_request_that_was_cut_back_is_named_anew() -> None:
     request = RequestChunks(SPACE, [0], [1])
     request.extend([b"a" * 32, b"b" * 32, b"c" * 32])
+    before = request.chunks[0]
+    assert len(before.upto(3)) == 3
     request.extend([b"a" * 32, b"x" * 32, b"y" * 32])
-    assert [request.chunks[0].name(i).block_hash[:1] for i in range(3)] == [b"a", b"x", b"y"]
+    assert [request.chunks[0].upto(3).name(i).block_hash[:1] for i in range(3)] == [b"a", b"x", b"y"]
+    assert request.chunks[0].version != before.version
     request.extend([b"a" * 32])
     assert len(request.chunks[0]) == 1
+
+
+def test_a_prompt_is_converted_as_far_as_it_is_looked_at() -> None:
+    class Counting(list[bytes]):
+        taken = 0
+
+        def __getitem__(self, where):  # type: ignore[no-untyped-def]
+            found = super().__getitem__(where)
+            self.taken += len(found) if isinstance(where, slice) else 1
+            return found
+
+    hashes = Counting(i.to_bytes(32, "big") for i in range(10_000))
+    request = RequestChunks(SPACE, [0, 1], [1, 1])
+    request.extend(hashes)
+    request.chunks[0].upto(100)
+    assert hashes.taken == 100
+    for count in range(100, 10_000, 100):
+        request.chunks[0].upto(count)
+    assert hashes.taken <= 2 * 10_000
 
 
 def test_hashes_of_several_lengths_are_refused() -> None:

@@ -342,7 +342,7 @@ def test_a_tier_that_does_not_deliver_is_cut_off_before_it_has_all_slots(gate: t
         for text in "abcdef":
             assert bench.boundary(text, 2, text) == 0
             bench.manager.finish_request(text)
-        assert bench.manager.counts()["slots_writing"] == 2
+        assert bench.manager.counts()["slots_late"] == 2
         gate.set()
         bench.settle()
         bench.boundary("g", 2, "g")  # it has reported, so it is asked again
@@ -396,7 +396,7 @@ def test_the_backlog_of_a_stalled_tier_is_bounded(gate: threading.Event) -> None
     with Bench(slots=16, tiers=[user_tier("GateTier")]) as bench:
         for number in range(40):
             bench.store(chr(ord("A") + number), 2)
-        assert len(bench.manager._cascades._backlogs["GateTier"]) <= 16
+        assert bench.manager._lanes[0].waiting <= 16
         gate.set()
         bench.assert_at_rest()
 
@@ -422,8 +422,8 @@ def test_a_tier_that_refuses_jobs_costs_nothing_but_its_hits(gate: threading.Eve
         ({"tiers": [{"type": "memory", "capacity": 3}]}, "secondary_tiers[0].capacity", "capacity_bytes"),
         ({"slots": 0}, "cpu_bytes_to_use", ">= 1"),
         ({"trace_path": "/dev/null/x"}, "trace_path", "appended"),
-        ({"eviction_policy": "mru"}, "eviction_policy", "arc, lru"),
-        ({"cpu_bytes_to_use": 100}, "cpu_bytes_to_use", "at least 4096"),
+        ({"eviction_policy": "mru"}, "eviction_policy", "arc, lru, s3fifo"),
+        ({"cpu_bytes_to_use": 100}, "cpu_bytes_to_use", "at least 512"),
     ],
 )
 def test_bad_configuration_names_the_field_and_what_is_accepted(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,10 +13,12 @@ import numpy as np
 import xxhash
 
 from tierkv.config import CacheConfig, parse
+from tierkv.host.slabs import smallest_region
 from tierkv.keys import GroupNamespace, Namespace, make_chunks
 from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
-from tierkv.tiering.build import open_manager, slot_bytes
-from tierkv.tiering.requests import Query
+from tierkv.tiering.build import open_manager
+from tierkv.tiering.manager import LoadPlan, StoreTicket
+from tierkv.tiering.query import Query
 from tierkv.types import ChunkName, Chunks, RequestContext
 
 TOKENS = 4  # of a block
@@ -69,6 +72,7 @@ def hashes(text: str, count: int) -> list[bytes]:
     return [xxhash.xxh3_128_digest(n.encode()) * 2 for n in named]
 
 
+@functools.lru_cache(1 << 14)
 def content(name: ChunkName, size: int) -> bytes:
     """What the device computes for a chunk: known from its name alone."""
     seed = int.from_bytes(xxhash.xxh3_64_digest(name.block_hash + bytes([name.group]) + name.space.generation), "big")
@@ -76,7 +80,7 @@ def content(name: ChunkName, size: int) -> bytes:
 
 
 class Bench:
-    """A manager, its region, and what a scheduler and workers would do with them."""
+    """A manager, its region, and what a scheduler and workers would do with them. Prompts are counted in blocks."""
 
     def __init__(
         self,
@@ -87,7 +91,9 @@ class Bench:
         **fields: Any,
     ) -> None:
         self.model = ModelSpec(tuple(groups), 1)
-        raw = {"cpu_bytes_to_use": slots * slot_bytes(self.model), "secondary_tiers": list(tiers), **fields}
+        # Slots of the largest chunk; waiting requests may have all of them unless a test says otherwise.
+        size = max(smallest_region([self.model.chunk_bytes(i)]) for i in range(len(groups)))
+        raw = {"cpu_bytes_to_use": slots * size, "promotion_share": 1.0, "secondary_tiers": list(tiers), **fields}
         self.config: CacheConfig = parse(raw)
         self.manager, self.region = open_manager(self.config, self.model, namespace(groups, label), align=TOKENS)
 
@@ -102,7 +108,12 @@ class Bench:
         self.region.close()
 
     def chunks(self, text: str, count: int) -> tuple[Chunks, ...]:
-        return tuple(make_chunks(self.manager.space, g.group, hashes(text, count)) for g in self.model.groups)
+        """For each group, the complete chunks of a prompt of ``count`` blocks."""
+        named = hashes(text, count)
+        return tuple(
+            make_chunks(self.manager.space, g.group, named[g.blocks_per_chunk - 1 :: g.blocks_per_chunk])
+            for g in self.model.groups
+        )
 
     def store(self, text: str, count: int, request_id: str = "s", ok: bool = True) -> int:
         """Compute and store a prompt's chunks; how many were taken."""
@@ -110,18 +121,24 @@ class Bench:
         ticket = self.manager.begin_store(batch, request_id)
         if ticket is None:
             return 0
+        self.copy(batch, ticket)
+        self.manager.finish_store(ticket, ok)
+        return len(ticket.slots)
+
+    def copy(self, batch: Chunks, ticket: StoreTicket) -> None:
+        """Do what the workers do for a store of ``batch``."""
         for index, offset in zip(ticket.indices.tolist(), ticket.offsets.tolist(), strict=True):
             name = batch.name(index)
             size = self.model.chunk_bytes(name.group)
             self.region.view[offset : offset + size] = content(name, size)
-        self.manager.finish_store(ticket, ok)
-        return len(ticket.slots)
+
+    def query(self, text: str, count: int, request_id: str, local: int = 0, limit: int | None = None) -> Query:
+        top = count * TOKENS if limit is None else limit
+        return Query(RequestContext(request_id), self.manager.space, self.chunks(text, count), local, top)
 
     def ask(self, text: str, count: int, request_id: str, local: int = 0, limit: int | None = None) -> int | None:
         """One question, in tokens."""
-        chunks = self.chunks(text, count)
-        top = count * self.model.groups[0].tokens_per_chunk if limit is None else limit
-        return self.manager.lookup(Query(RequestContext(request_id), self.manager.space, chunks, local, top))
+        return self.manager.lookup(self.query(text, count, request_id, local, limit))
 
     def boundary(self, text: str, count: int, request_id: str, local: int = 0, limit: int | None = None) -> int:
         """Ask until there is an answer."""
@@ -139,15 +156,19 @@ class Bench:
             return boundary
         plan = self.manager.begin_load(request_id)
         assert plan is not None and plan.boundary == boundary
-        for chunks, offsets, spec in zip(self.chunks(text, count), plan.offsets, self.model.groups, strict=True):
-            first = max(local, spec.first_needed_token(boundary)) // spec.tokens_per_chunk
-            for index in range(first, -(-boundary // spec.tokens_per_chunk)):
+        self.check(plan, self.chunks(text, count), local)
+        self.manager.finish_load(request_id, True)
+        return boundary
+
+    def check(self, plan: LoadPlan, named: Sequence[Chunks], local: int) -> None:
+        """Every byte that the workers would load, of a request with the chunks ``named``."""
+        for chunks, offsets, spec in zip(named, plan.offsets, self.model.groups, strict=True):
+            first = max(local, spec.first_needed_token(plan.boundary)) // spec.tokens_per_chunk
+            for index in range(first, -(-plan.boundary // spec.tokens_per_chunk)):
                 size = self.model.chunk_bytes(spec.group)
                 offset = int(offsets[index])
                 assert offset >= 0
                 assert bytes(self.region.view[offset : offset + size]) == content(chunks.name(index), size)
-        self.manager.finish_load(request_id, True)
-        return boundary
 
     def settle(self) -> None:
         """Wait until no tier has a job."""
@@ -155,6 +176,11 @@ class Bench:
         while not self.manager.idle:
             assert time.monotonic() < end, f"not idle: {self.manager!r}"
             time.sleep(0.001)
+
+    def settle_stores(self) -> None:
+        """Wait until tiers have no store; a load may go on."""
+        manager = self.manager
+        wait_until(lambda: not manager._cascades.queued and all(job.load for job in list(manager._jobs._jobs.values())))
 
     def forget_host(self) -> None:
         """Empty the host cache; tiers keep what they have."""
@@ -172,3 +198,10 @@ def memory(**fields: Any) -> dict[str, Any]:
 
 def fs(root: Path, **fields: Any) -> dict[str, Any]:
     return {"type": "fs", "root_dir": str(root), **fields}
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = WAIT_S) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -6,31 +6,30 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tierkv import registry
-from tierkv.config import CacheConfig, at, parse_tier
+from tierkv.config import CacheConfig, at, decode, parse_tier
 from tierkv.errors import ConfigError
 from tierkv.events import Trace
-from tierkv.host.cache import HostCache
+from tierkv.host.cache import HostCache, warm_up
 from tierkv.host.policies.base import Policy
 from tierkv.host.region import Region
+from tierkv.host.slabs import plan_slabs, region_size, smallest_region
 from tierkv.keys import Namespace
 from tierkv.layout.spec import ModelSpec
 from tierkv.tiering.manager import TieringManager
 from tierkv.tiers.base import Tier, TierContext
+from tierkv.tiers.throttle import BackpressureConfig, Throttle, build_throttle
 
-#: Slots start on a page, so that a tier can use direct I/O and a device can be given whole pages.
-SLOT_ALIGNMENT = 4096
-
-
-def slot_bytes(model: ModelSpec) -> int:
-    """The size of a slot: the largest group's chunk, rounded up to whole pages."""
-    largest = max(model.chunk_bytes(i) for i in range(len(model.groups)))
-    return -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+#: A small region is ready before the engine is: it is waited for this long.
+START_S = 0.25
 
 
 def open_manager(
     config: CacheConfig, model: ModelSpec, namespace: Namespace, *, align: int
 ) -> tuple[TieringManager, Region]:
     """The manager of one engine, and the region that its workers open.
+
+    Compiles the kernels, which takes some seconds where they are not on disk yet. The region is made present in the
+    background; what is not yet is not used.
 
     Args:
         align: boundaries of hits are multiples of this many tokens.
@@ -39,31 +38,64 @@ def open_manager(
         ConfigError: a field cannot be used: too little memory for one chunk, an unknown policy or
             tier, a tier that cannot be opened.
     """
-    size = slot_bytes(model)
-    count = config.cpu_bytes_to_use // size
-    if count == 0:
+    chunk_bytes = [model.chunk_bytes(i) for i in range(len(model.groups))]
+    if config.cpu_bytes_to_use < smallest_region(chunk_bytes):
         raise ConfigError(
-            "cpu_bytes_to_use", f"{config.cpu_bytes_to_use} bytes are less than one chunk", f"at least {size}"
+            "cpu_bytes_to_use",
+            f"{config.cpu_bytes_to_use} bytes are less than one chunk of each size",
+            f"at least {smallest_region(chunk_bytes)}",
         )
+    plan = plan_slabs(config.cpu_bytes_to_use, chunk_bytes)
     policy_class: type[Policy] = registry.load(
         "policy", config.eviction_policy, config.cache_policy_module_path, field="eviction_policy"
     )
+    warm_up(policy_class)
     try:
         trace = Trace(config.trace_path)
     except OSError as error:
         raise ConfigError("trace_path", f"cannot be opened: {error}", "a file that can be appended to") from error
     wake = threading.Event()
-    region = Region.create(count * size)
+    region = Region.create(region_size(plan), huge_pages=config.huge_pages, numa=config.numa)
     try:
+        throttles = make_throttles(config)
         tiers = open_tiers(config, region.view, namespace, wake.set)
     except BaseException:
         region.close()
         raise
-    cache = HostCache(count, size, policy_class(count))
+    cache = HostCache(plan, chunk_bytes, policy_class)
     manager = TieringManager(
-        config, model, cache, region.view, tiers, namespace.digest, align=align, trace=trace, wake=wake
+        config,
+        model,
+        cache,
+        region.view,
+        tiers,
+        namespace.digest,
+        align=align,
+        trace=trace,
+        throttles=throttles,
+        wake=wake,
     )
+    region.populate(manager.grow).wait(START_S)
     return manager, region
+
+
+def make_throttles(config: CacheConfig) -> list[Throttle | None]:
+    """For each tier, what drops its stores when they have become slow; None without ``backpressure``.
+
+    Raises:
+        ConfigError: a field of ``backpressure`` is unknown or cannot be used.
+    """
+    if config.backpressure is not None:
+        decode(config.backpressure, BackpressureConfig, "backpressure")  # without tiers, nobody else would
+    throttles = []
+    for number, raw in enumerate(config.secondary_tiers):
+        path = f"secondary_tiers[{number}]"
+        tier = parse_tier(raw, path)[1]
+        locality = getattr(tier, "locality", None)
+        throttles.append(
+            build_throttle(config.backpressure, tier.backpressure, tier_type=tier.type, locality=locality, path=path)
+        )
+    return throttles
 
 
 def open_tiers(config: CacheConfig, view: memoryview, namespace: Namespace, wake: Callable[[], None]) -> Sequence[Tier]:

@@ -6,13 +6,14 @@ each group must have, on the device or in a cache, what the token at position B 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.layout.spec import GroupSpec
-from tierkv.types import Flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,58 +27,101 @@ class Range:
         return max(0, self.last - self.first)
 
 
+class Boundary(NamedTuple):
+    """tokens: the boundary. whole: what it would be without the windowed groups.
+
+    gaps: the chunks, as (group, chunk), that made it less.
+    """
+
+    tokens: int
+    whole: int
+    gaps: list[tuple[int, int]]
+
+
+#: ``gap(n, want)``: in group ``n``, the first chunk of ``want`` that cannot be had, or with a window, the last one;
+#: None if all can.
+Gap = Callable[[int, Range], "int | None"]
+
+
 def needed(group: GroupSpec, local: int, boundary: int) -> Range:
     """The chunks of ``group`` that a hit at ``boundary`` loads when ``local`` tokens are on the device."""
     size = group.tokens_per_chunk
+    if boundary <= local:
+        return Range(0, 0)
     first = max(local, group.first_needed_token(boundary)) // size
     return Range(first, -(-boundary // size))
 
 
-def best_boundary(groups: Sequence[GroupSpec], usable: Sequence[Flags], local: int, limit: int, align: int) -> int:
+def best_boundary(groups: Sequence[GroupSpec], gap: Gap, local: int, limit: int, align: int) -> Boundary:
     """The largest boundary, at most ``limit``, that every group can serve; ``local`` if there is none.
 
     Args:
-        usable: for each group, whether its chunk i (tokens i·T to (i+1)·T) could be loaded.
+        gap: what cannot be had. Groups without a window come first and are asked once each: what lies behind the
+            first gap of one of them is of no use to any group.
         local: tokens that are on the device already.
         align: boundaries are multiples of this: the engine can only use whole blocks of every group.
+
     """
-    holes = [np.flatnonzero(~flags) for flags in usable]
-    boundary = min([limit, *(len(flags) * g.tokens_per_chunk for g, flags in zip(groups, usable, strict=True))])
-    boundary -= boundary % align
-    settled = False
-    while not settled and boundary > local:
-        settled = True
-        for group, missing in zip(groups, holes, strict=True):
-            want = needed(group, local, boundary)
-            # A boundary beyond a hole of the range needs that hole, and so does every smaller one down to
-            # the hole's own first token, since ranges of smaller boundaries start no later. Without a
-            # window that is true of the first hole, with one of the last.
-            side = want.last if group.window else want.first
-            index = int(np.searchsorted(missing, side)) - (1 if group.window else 0)
-            if 0 <= index < len(missing) and want.first <= missing[index] < want.last:
-                boundary = int(missing[index]) * group.tokens_per_chunk
-                boundary -= boundary % align
-                settled = False
-    return max(boundary, local)
+    boundary = limit - limit % align
+    gaps: list[tuple[int, int]] = []
+
+    def cut(n: int) -> bool:
+        nonlocal boundary
+        if boundary <= local:
+            return False
+        chunk = gap(n, needed(groups[n], local, boundary))
+        if chunk is not None:
+            gaps.append((n, chunk))
+            boundary = chunk * groups[n].tokens_per_chunk
+            boundary -= boundary % align
+        return chunk is not None
+
+    for n, group in enumerate(groups):
+        if not group.window:
+            cut(n)
+    whole = max(boundary, local)
+    windowed = [n for n, group in enumerate(groups) if group.window]
+    # A boundary beyond a hole of a window needs that hole, and so does every smaller one down to the hole's own first
+    # token, since the windows of smaller boundaries start no later. Of several holes, the last one tells.
+    while any([cut(n) for n in windowed]):
+        pass
+    return Boundary(max(boundary, local), whole, gaps)
 
 
 def fitting_limit(
-    groups: Sequence[GroupSpec], wanting: Sequence[Flags], local: int, boundary: int, room: int, align: int
+    groups: Sequence[GroupSpec],
+    missing: Sequence[npt.NDArray[np.int64]],
+    boundary: int,
+    align: int,
+    fits: Callable[[npt.NDArray[np.int32]], bool],
 ) -> int:
-    """A limit below ``boundary`` at which fewer chunks are wanted, when not all of them fit.
+    """A limit below ``boundary`` at which fewer chunks are missing, when not all of them fit.
 
     Args:
-        wanting: for each group, whether its chunk must be brought to the host.
-        room: how many chunks fit.
+        missing: for each group, the numbers of the chunks that must be brought to the host for ``boundary``.
+        fits: whether there is room for chunks of these groups (a group may occur often).
     """
-    starts: list[int] = []
-    for group, flags in zip(groups, wanting, strict=True):
-        want = needed(group, local, boundary)
-        chunks = np.flatnonzero(flags[want.first : want.last]) + want.first
-        if group.window:
-            room -= len(chunks)  # a window moves with the boundary and needs about as much anywhere
+    # A window moves with the boundary and needs about as much anywhere; so its chunks come first.
+    always = np.concatenate(
+        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if g.window]
+        + [np.empty(0, np.int32)]
+    )
+    starts = np.concatenate(
+        [m * g.tokens_per_chunk for g, m in zip(groups, missing, strict=True) if not g.window] + [np.empty(0, np.int64)]
+    )
+    ids = np.concatenate(
+        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if not g.window]
+        + [np.empty(0, np.int32)]
+    )
+    order = np.argsort(starts, kind="stable")
+    if not fits(always):
+        return min(boundary // 2, boundary - align)
+    low, high = 0, len(order)  # the first ``low`` of them fit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(np.concatenate([always, ids[order[:middle]]])):
+            low = middle
         else:
-            starts.extend(int(c) * group.tokens_per_chunk for c in chunks)
-    starts.sort()
-    limit = starts[max(0, room)] if max(0, room) < len(starts) else boundary - align
+            high = middle - 1
+    limit = int(starts[order[low]]) if low < len(order) else boundary - align
     return min(limit, boundary - align)

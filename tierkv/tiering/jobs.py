@@ -4,45 +4,54 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.tiers.base import Tier
-from tierkv.types import Chunks, JobResult, LoadJob, Offsets, StoreJob
+from tierkv.tiering.lanes import Lane
+from tierkv.types import JobResult, LoadJob, Offsets, StoreJob
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRecord:
-    """A promotion: ``tier`` fills ``slots``, which are being written. After ``deadline`` nobody waits for it."""
+@dataclass(slots=True)
+class JobRecord:
+    """One job. Of a promotion, the tier fills ``slots``, which are being written; of a cascade, it reads them, and they
+    are pinned once for it.
 
-    tier: Tier
+    deadline: when nobody waits for it any more. late: that has come; the slots stay the tier's until it reports.
+    """
+
+    lane: Lane
+    load: bool
     slots: Offsets
-    chunks: Chunks
+    lengths: Offsets
+    submitted: float
     deadline: float
+    late: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRecord:
-    """A cascade: ``tier`` reads ``slots``, which are pinned once for it."""
-
-    tier: Tier
-    slots: Offsets
-
-
-def checked(result: JobResult, record: LoadRecord | StoreRecord) -> JobResult:
+def checked(result: JobResult, record: JobRecord) -> JobResult:
     """``result``, or if it does not have one flag (and for a load, one checksum) a chunk, that all has failed."""
-    count = len(record.slots)
-    ok = np.asarray(result.ok)
-    sums = count if result.checksums is None else len(result.checksums)
-    needed = isinstance(record, LoadRecord) and result.checksums is None and ok.any()
-    if ok.shape == (count,) and sums == count and not needed:
-        return result
-    logger.error("tier %s gave a malformed report of job %d", record.tier.context.name, result.job_id)
+    try:
+        ok, sums = np.asarray(result.ok), result.checksums
+        if sums is not None:
+            sums = np.asarray(sums, np.uint64)
+        fits = ok.dtype == np.bool_ and ok.shape == record.slots.shape
+        fits &= sums.shape == ok.shape if sums is not None else not (record.load and ok.any())
+        fits &= all(isinstance(word, str) for word in result.reasons.values())
+        if fits:
+            return JobResult(result.job_id, ok, sums, result.reasons)
+    except Exception as error:  # a user's tier may report anything
+        logger.debug("%s: %s", type(error).__name__, error)
+    logger.error("tier %s gave a malformed report of job %d", record.lane.name, result.job_id)
+    return _all_failed(result.job_id, len(record.slots), "malformed")
+
+
+def _all_failed(job_id: int, count: int, reason: str) -> JobResult:
     none = np.zeros(count, np.bool_)
-    return JobResult(result.job_id, none, none.astype(np.uint64), dict.fromkeys(range(count), "malformed"))
+    return JobResult(job_id, none, none.astype(np.uint64), dict.fromkeys(range(count), reason))
 
 
 class JobTable:
@@ -50,46 +59,57 @@ class JobTable:
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._jobs: dict[int, LoadRecord | StoreRecord] = {}
+        self._jobs: dict[int, JobRecord] = {}
         self._refused: list[JobResult] = []
 
     def new_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, job: LoadJob | StoreJob, record: LoadRecord | StoreRecord) -> None:
+    def submit(self, job: LoadJob | StoreJob, record: JobRecord) -> None:
         """Give ``job`` to the record's tier. A tier that raises has refused it: that is a report, too."""
         self._jobs[job.job_id] = record
         try:
             if isinstance(job, LoadJob):
-                record.tier.submit_load(job)
+                record.lane.tier.submit_load(job)
             else:
-                record.tier.submit_store(job)
+                record.lane.tier.submit_store(job)
         except Exception as error:  # a user's tier may raise anything
-            logger.warning("tier %s refused a job: %s: %s", record.tier.context.name, type(error).__name__, error)
-            none = np.zeros(len(job.chunks), np.bool_)
-            reasons = dict.fromkeys(range(len(none)), "refused")
-            self._refused.append(JobResult(job.job_id, none, none.astype(np.uint64), reasons))
+            logger.warning("tier %s refused a job: %s: %s", record.lane.name, type(error).__name__, error)
+            self._refused.append(_all_failed(job.job_id, len(job.chunks), "refused"))
 
-    def reports(self, tier: Tier) -> list[JobResult]:
-        """What ``tier`` reports now, and for all tiers, what was refused."""
+    def ended(self, lane: Lane) -> Iterator[tuple[JobRecord, JobResult]]:
+        """The jobs that the tier of ``lane`` reports now, and of all tiers, those that were refused: each once.
+
+        A tier that reports a job twice, or one that it was not given, must not end another's.
+        """
         refused, self._refused = self._refused, []
+        for result in refused:
+            yield self._jobs.pop(result.job_id), result
         try:
-            return refused + tier.get_finished_jobs()
+            reports: list[object] = list(lane.tier.get_finished_jobs())
         except Exception as error:  # as above; its jobs stay open, and their slots theirs
-            logger.warning("tier %s does not report: %s: %s", tier.context.name, type(error).__name__, error)
-            return refused
+            logger.warning("tier %s does not report: %s: %s", lane.name, type(error).__name__, error)
+            reports = []
+        for report in reports:
+            if isinstance(report, JobResult) and isinstance(report.job_id, int):
+                record = self._jobs.get(report.job_id)
+                if record is not None and record.lane is lane:
+                    del self._jobs[report.job_id]
+                    yield record, checked(report, record)
 
-    def take(self, job_id: int) -> LoadRecord | StoreRecord | None:
-        """The record of a job that a tier reports; None for one that is unknown or was reported before."""
-        return self._jobs.pop(job_id, None)
+    def abandoned(self) -> Iterator[tuple[JobRecord, JobResult]]:
+        """The jobs that are left when the tiers have closed: none of them touches the region any more."""
+        self._refused.clear()
+        while self._jobs:
+            job_id, record = self._jobs.popitem()
+            yield record, _all_failed(job_id, len(record.slots), "closed")
 
-    def overdue_slots(self, tier: Tier, now: float) -> int:
-        """Slots that ``tier`` was to have filled by now."""
-        return sum(
-            len(r.slots)
-            for r in self._jobs.values()
-            if isinstance(r, LoadRecord) and r.tier is tier and now >= r.deadline
-        )
+    def overdue(self, now: float) -> list[JobRecord]:
+        """Those whose deadline has come, each once: they are late from now on."""
+        overdue = [record for record in self._jobs.values() if not record.late and now >= record.deadline]
+        for record in overdue:
+            record.late = True
+        return overdue
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.tiers.lookups import LookupTicket
-from tierkv.types import Chunks, Flags, Offsets, RequestContext, Space
+from tierkv.host.cache import NOT_WRITING
+from tierkv.keys import GroupChunks
+from tierkv.layout.spec import GroupSpec
+from tierkv.tiering.hits import Range
+from tierkv.tiering.query import Query
+from tierkv.tiers.lookups import LookupTicket, Piece
+from tierkv.types import Chunks, Offsets
 
-#: Verdicts on a chunk that is not in the host cache; 0 and above: the number of the tier that has it.
-UNKNOWN, NOWHERE = -2, -1
+#: Verdicts on a chunk that is not in the host cache; 0 and above: the number of the tier that has it. ``LATE`` is also
+#: about one that is being written: this request waits for it no longer.
+NOWHERE, UNKNOWN, LATE = -1, -2, NOT_WRITING
+
+#: Tiers are first asked about this many chunks of a group, and then about four times as many again and again.
+FIRST_PIECE = 256
+
+Verdicts = npt.NDArray[np.int16]
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A request's question: how much of its prefix can be served?
+class Part(NamedTuple):
+    """Chunks of the group with index ``n``."""
 
-    chunks: for each group, the request's complete chunks from its first token on.
-    local: tokens that are on the device already. limit: the largest useful boundary.
-    """
+    n: int
+    where: Range
 
-    context: RequestContext
-    space: Space
-    chunks: tuple[Chunks, ...]
-    local: int
-    limit: int
 
-    def same_as(self, other: Query) -> bool:
-        return (
-            self.local == other.local
-            and self.limit == other.limit
-            and self.space == other.space
-            and [len(c) for c in self.chunks] == [len(c) for c in other.chunks]
-        )
+@dataclass(slots=True)
+class Question:
+    """What the tiers are being asked. tiers: the numbers of those that are. parts: about what; pieces come in order."""
+
+    ticket: LookupTicket
+    tiers: Sequence[int]
+    parts: Sequence[Part]
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -44,75 +50,132 @@ class Hit:
 
     verdicts: per group, what the tiers said of each chunk; a chunk that this request has had promoted is
         NOWHERE from then on, so that each is read at most once per request.
-    asked, asked_tiers: what the open lookup is about, by group, and the numbers of the tiers that it goes to.
-    load_deadline, room_deadline: until when it waits for chunks that are being written, and for room.
-    late: per group, chunks that this request waits for no longer.
+    held: per group, the slot of each chunk that this request has pinned, or -1. nbytes: of these chunks together.
     origins: per group, the number of the tier that this request had a chunk promoted from, or NOWHERE.
-    pins: the slots that this request holds, each pinned once.
-    boundary, slots: the answer once all is in the host: per group, the slot of each chunk, or -1.
+    limit: the largest boundary that is aimed at: smaller than asked for, once not all fits.
+    asked_at: when the engine has last asked.
+    load_deadline, room_deadline: until when it waits for chunks that are being written, and for room.
+    use_deadline: until when the answer is kept ready for the engine.
+    promoting: chunks have been read for it. windows_asked: how often tiers were asked about the windowed groups.
+    ranges: the answer once all is in the host: per group, the chunks to be loaded.
     dirty: something has changed that could change the answer.
     """
 
     query: Query
-    verdicts: list[npt.NDArray[np.int16]] = field(default_factory=list)
-    late: list[Flags] = field(default_factory=list)
-    origins: list[npt.NDArray[np.int16]] = field(default_factory=list)
-    pins: set[int] = field(default_factory=set)
-    ticket: LookupTicket | None = None
-    asked: list[npt.NDArray[np.intp]] = field(default_factory=list)
-    asked_tiers: list[int] = field(default_factory=list)
-    lookup_deadline: float = 0.0
+    limit: int
+    verdicts: list[Verdicts] = field(default_factory=list)
+    held: list[Offsets] = field(default_factory=list)
+    origins: list[Verdicts] = field(default_factory=list)
+    nbytes: int = 0
+    asked_at: float = 0.0
+    question: Question | None = None
     load_deadline: float | None = None
     room_deadline: float | None = None
-    promoted: int = 0
+    use_deadline: float | None = None
+    windows_asked: int = 0
+    promoting: bool = False
     answer: int | None = None
-    slots: list[Offsets] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
     loading: bool = False
     dirty: bool = True
 
     def __post_init__(self) -> None:
-        self.restart(self.query)
+        self.restart(self.query, self.limit)
 
-    def restart(self, query: Query) -> None:
-        """Take a new query, keeping what is known of chunks that both have."""
-        same_space = query.space == self.query.space
-        old = (*self.verdicts, *self.late, *self.origins)
+    def restart(self, query: Query, limit: int) -> None:
+        """Take a new query, keeping what is known of chunks that both have. The caller has let go of what is held."""
+        assert self.nbytes == 0
+        known = (self.verdicts, self.origins)
         self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
-        self.late = [np.zeros(len(c), np.bool_) for c in query.chunks]
         self.origins = [np.full(len(c), NOWHERE, np.int16) for c in query.chunks]
-        if same_space and old:
-            for new, before in zip((*self.verdicts, *self.late, *self.origins), old, strict=True):
-                common = min(len(new), len(before))
-                new[:common] = before[:common]
-        elif not same_space:
-            self.cancel_lookup()  # its answers are about other chunks
+        self.held = [np.full(len(c), -1, np.int64) for c in query.chunks]
+        if query.space == self.query.space and query.versions == self.query.versions:
+            for before, now in zip(known, (self.verdicts, self.origins), strict=True):
+                for old, new in zip(before, now, strict=False):
+                    common = min(len(new), len(old))
+                    new[:common] = old[:common]
+        shorter = any(len(c) < len(old) for c, old in zip(query.chunks, self.query.chunks, strict=True))
+        if shorter or query.space != self.query.space:
+            self.cancel_question()  # its answers are about other chunks
         self.query = query
+        self.limit = limit
+        self.load_deadline = self.room_deadline = self.use_deadline = None
+        self.windows_asked = 0
+        self.answer = None
         self.dirty = True
 
     def due(self, now: float) -> bool:
         """Whether time or a lookup's end has changed what the answer would be."""
-        if self.ticket is not None and (self.ticket.done or now >= self.lookup_deadline):
+        if self.question is not None and (self.question.ticket.done or now >= self.question.deadline):
             return True
         return any(d is not None and now >= d for d in (self.load_deadline, self.room_deadline))
 
-    def absorb_ticket(self) -> None:
+    def absorb_answers(self) -> None:
         """Take over what the lookup has found; what it has not answered counts as a miss."""
-        assert self.ticket is not None
-        # The last entry stands for -1: nowhere.
-        found = np.array([*self.asked_tiers, NOWHERE], np.int16)[self.ticket.found]
-        start = 0
-        for verdicts, indices in zip(self.verdicts, self.asked, strict=True):
-            verdicts[indices] = found[start : start + len(indices)]
-            start += len(indices)
-        self.cancel_lookup()
+        assert self.question is not None
+        numbers = np.array([*self.question.tiers, NOWHERE], np.int16)  # the last entry stands for -1: nowhere
+        for piece, found in self.question.ticket.answers:
+            scatter(piece, numbers[found], self.verdicts)
+        for n, where in self.question.parts:
+            verdicts = self.verdicts[n][where.first : where.last]
+            verdicts[verdicts == UNKNOWN] = NOWHERE
+        self.cancel_question()
 
-    def cancel_lookup(self) -> None:
+    def cancel_question(self) -> None:
         """Nobody waits for the open lookup any more, if there is one."""
-        if self.ticket is not None:
-            self.ticket.cancel()
-            self.ticket = None
+        if self.question is not None:
+            self.question.ticket.cancel()
+            self.question = None
 
 
-def concat_asked(chunks: Sequence[Chunks], asked: Sequence[npt.NDArray[np.intp]]) -> Chunks:
-    """The chunks at ``asked`` of each group, as one batch in group order."""
-    return Chunks.concat([c.take(where) for c, where in zip(chunks, asked, strict=True) if len(where)])
+class _Tag(NamedTuple):
+    """Where the chunks of a piece come from: ``order[i]`` is the place of its chunk i among the parts' chunks."""
+
+    parts: Sequence[Part]
+    order: npt.NDArray[np.intp]
+
+
+def pieces(
+    groups: Sequence[GroupSpec], chunks: Sequence[Chunks | GroupChunks], parts: Sequence[Part]
+) -> Iterator[Piece]:
+    """A question in pieces that grow, in the order of tokens; each says what must be found if it is to go on.
+
+    Chunks of groups without a window must: what lies behind one that is missing is of no use.
+    """
+    # In tokens: of the group with the largest chunks, the first piece has ``FIRST_PIECE``.
+    step = FIRST_PIECE * max(groups[n].tokens_per_chunk for n, _ in parts)
+    first = min(where.first * groups[n].tokens_per_chunk for n, where in parts)
+    end = max(where.last * groups[n].tokens_per_chunk for n, where in parts)
+    while first < end:
+        inside = [_between(part, groups[part.n].tokens_per_chunk, first, first + step) for part in parts]
+        inside = [part for part in inside if len(part.where)]
+        if inside:
+            yield _piece(groups, chunks, inside)
+        first, step = first + step, 4 * step
+
+
+def scatter(piece: Piece, found: Verdicts, verdicts: Sequence[Verdicts]) -> None:
+    """Note what was found of ``piece``, one of ``pieces``, in ``verdicts``."""
+    assert isinstance(piece.tag, _Tag)
+    in_parts = np.empty_like(found)
+    in_parts[piece.tag.order] = found
+    start = 0
+    for n, where in piece.tag.parts:
+        verdicts[n][where.first : where.last] = in_parts[start : start + len(where)]
+        start += len(where)
+
+
+def _between(part: Part, size: int, first: int, last: int) -> Part:
+    """Of ``part``, with chunks of ``size`` tokens, those that start at tokens ``first`` to ``last`` - 1."""
+    where = part.where
+    return Part(part.n, Range(max(where.first, -(-first // size)), min(where.last, -(-last // size))))
+
+
+def _piece(groups: Sequence[GroupSpec], chunks: Sequence[Chunks | GroupChunks], parts: Sequence[Part]) -> Piece:
+    batch = Chunks.concat([chunks[n].slice(where.first, where.last) for n, where in parts])
+    required = np.concatenate([np.full(len(where), not groups[n].window) for n, where in parts])
+    starts = np.concatenate([np.arange(where.first, where.last) * groups[n].tokens_per_chunk for n, where in parts])
+    order = np.argsort(starts, kind="stable")
+    if len(parts) > 1:
+        batch, required = batch.take(order), required[order]
+    return Piece(batch, required, _Tag(parts, order))
