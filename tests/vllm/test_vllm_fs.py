@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_harness import BLOCK, assert_shm_clean, connector, fs, most_hits, same, settle, shm_names, tokens
+from vllm_harness import BLOCK, Engine, assert_shm_clean, connector, fs, most_hits, same, settle, shm_names, tokens
 
 if TYPE_CHECKING:
     from vllm_harness import Engines, Oracle
@@ -112,3 +112,30 @@ def test_larger_than_the_host_cache(engines: Engines, oracle: Oracle, tmp_path: 
         answer = engine.one(large)
         assert answer["external"] <= slots * BLOCK
         assert same([answer], oracle("llama", [large]))
+
+
+def test_a_request_bounds_its_loads_and_stores(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """The fields of ``kv_transfer_params`` that vLLM's own offloading has."""
+    config = connector(secondary_tiers=[{**fs(tmp_path / "kv"), "locality": "LOCAL"}])
+    prompt = tokens(80, 6 * BLOCK + 5)
+    expected = oracle("llama", [prompt])
+
+    def loaded(engine: Engine, **params: object) -> int:
+        """Blocks. What a question computes is not stored, so that it does not change the next one's answer."""
+        engine.forget_device()
+        params = {"max_offload_tokens": 0, **params}
+        answer = engine.one(prompt, extra_args={"kv_transfer_params": params})
+        assert same([answer], expected)
+        return int(answer["external"]) // BLOCK
+
+    with engines.running("llama", config) as engine:
+        assert loaded(engine) == 0
+        assert loaded(engine, max_offload_tokens=4 * BLOCK + 1) == 0
+        assert [loaded(engine, max_load_tokens=most) for most in (2 * BLOCK + 3, 0, 9 * BLOCK)] == [2, 0, 4]
+        assert loaded(engine) == 4
+        settle(tmp_path / "kv")
+    with engines.running("llama", config) as engine:
+        for none in ([], [{"medium": "CPU"}], [{"medium": "storage", "locality": "remote"}]):
+            assert loaded(engine, kv_load_tiers=none) == 0
+        assert loaded(engine, kv_load_tiers=[{"medium": "CPU"}, {"locality": "local"}]) == 4
+        assert loaded(engine, kv_load_tiers=[]) == 4, "what lies in the host cache serves every request"

@@ -9,24 +9,31 @@ from typing import Any
 import pytest
 from tiering_harness import TOKENS, Bench, hashes
 
+from tierkv.keys import new_generation
+
 # Importing vLLM within the test's own process brings its warnings along.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
-def half(bench: Bench) -> Any:
+def half(bench: Bench, extended: bool = False) -> Any:
     from tierkv.connector.config import Deployment
     from tierkv.connector.scheduler import SchedulerHalf
 
-    return SchedulerHalf(
-        Deployment(bench.config, bench.model, (0,), (TOKENS,), TOKENS, TOKENS), bench.manager, bench.region
-    )
+    deployment = Deployment(bench.config, bench.model, (0,), (TOKENS,), TOKENS, TOKENS, extended)
+    return SchedulerHalf(deployment, bench.manager, bench.region)
 
 
-def request(request_id: str, text: str, chunks: int) -> Any:
+def report(answers: Mapping[int, int] | None = None, names: Iterable[str | None] = ()) -> Any:
+    from tierkv.connector.metadata import StepReport
+
+    return StepReport(answers=dict(answers or {}), names=list(names))
+
+
+def request(request_id: str, text: str, chunks: int, params: Mapping[str, Any] | None = None) -> Any:
     tokens = chunks * TOKENS + 1
     return SimpleNamespace(
         request_id=request_id,
-        kv_transfer_params=None,
+        kv_transfer_params=params,
         block_hashes=hashes(text, chunks),
         num_tokens=tokens,
         num_prompt_tokens=tokens,
@@ -130,3 +137,97 @@ def test_a_reset_cancels_stores_and_revokes_loads() -> None:
         assert after.cancel == {t.job_id for t in plan.stores}
         assert after.revoke == {t.job_id for _, t in plan.loads}
         assert ours.busy  # until the workers have said that they are done with the memory
+
+
+@pytest.mark.parametrize(("most", "loaded"), [(None, 4), (4 * TOKENS, 4), (2 * TOKENS, 2), (2 * TOKENS - 1, 1), (0, 0)])
+def test_max_load_tokens(most: int | None, loaded: int) -> None:
+    """Counted from what the device has; whole blocks."""
+    with Bench() as bench:
+        bench.store("a", 5)
+        ours, one = half(bench), request("r", "a", 5, {"max_load_tokens": most})
+        ours.new_request(one)
+        assert ours.matched_tokens(one, TOKENS) == loaded * TOKENS
+
+
+@pytest.mark.parametrize(("most", "stored"), [(None, 4), (3 * TOKENS + 3, 3), (TOKENS, 1), (0, 0)])
+def test_max_offload_tokens(most: int | None, stored: int) -> None:
+    with Bench() as bench:
+        ours, one = half(bench), request("r", "a", 4, {"max_offload_tokens": most})
+        ours.new_request(one)
+        ours.matched_tokens(one, 0)
+        ours.allocated(one, blocks([1, 2, 3, 4, 5]), 0)
+        plan = ours.plan_step(step([new_request([1, 2, 3, 4, 5])], {"r": 17}, [1, 2, 3, 4, 5]))
+        assert [b for t in plan.stores for c in t.copies for b in c.blocks.tolist()] == [1, 2, 3, 4][:stored]
+
+
+def test_kv_load_tiers_reach_the_manager_and_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Bench() as bench:
+        ours, one = half(bench), request("r", "a", 4, {"kv_load_tiers": [{"medium": "cpu"}], "mine": 1})
+        seen: list[Any] = []
+        monkeypatch.setattr(bench.manager, "lookup", lambda query: seen.append(query.context) or query.local)
+        ours.new_request(one)
+        assert ours.matched_tokens(one, 0) == 0
+        (context,) = seen
+        assert context.params["mine"] == 1
+        assert context.load_tiers.allows("CPU", "LOCAL") and not context.load_tiers.allows("STORAGE", "LOCAL")
+
+
+def test_after_a_reset_requests_wait_until_the_workers_have_said_what_their_weights_are() -> None:
+    with Bench() as bench:
+        bench.store("a", 4)
+        ours, one = half(bench, extended=True), request("r", "a", 4)
+        ours.new_request(one)
+        assert ours.matched_tokens(one, 0) is None  # at the start, too
+        ask = ours.plan_step(step()).ask
+        assert ask and ours.matched_tokens(one, 0) is None
+        assert not ours.plan_step(step()).ask, "asked once"
+        ours.take_report(report({ask: 1}))
+        assert ours.matched_tokens(one, 0) == 4 * TOKENS
+
+        ours.reset()
+        assert not ours.plan_step(step()).ask, "asked when a request wants to know"
+        assert ours.matched_tokens(one, 0) is None
+        again = ours.plan_step(step()).ask
+        ours.take_report(report({ask: 1}))  # an answer to what was asked before the reset
+        assert again != ask and ours.matched_tokens(one, 0) is None
+        ours.take_report(report({again: 1}, ["step-1"]))
+        assert ours.matched_tokens(one, 0) == 0
+        assert bench.manager.space.generation == new_generation("step-1")
+
+
+def test_a_name_that_comes_late_counts_from_then_on() -> None:
+    with Bench() as bench:
+        ours, one, two = half(bench), request("r", "a", 4), request("q", "b", 4)
+        for each in (one, two):
+            ours.new_request(each)
+            assert ours.matched_tokens(each, 0) == 0
+            ours.allocated(each, blocks([1, 2, 3, 4, 5]), 0)
+        plan = ours.plan_step(step([new_request([1, 2, 3, 4, 5])], {"r": 17}, [1, 2, 3, 4, 5]))
+        ours.take_report(report(names=["step-1"]))
+        after = ours.plan_step(step(scheduled={"q": 17}, table=[1, 2, 3, 4, 5]))
+        assert after.cancel == {t.job_id for t in plan.stores}
+        assert after.stores == [], "computed, in part, by the weights before"
+        three = request("s", "a", 4)
+        ours.new_request(three)
+        assert ours.matched_tokens(three, 3 * TOKENS) == 0
+        ours.allocated(three, blocks([1, 2, 3, 4, 5]), 0)
+        three.num_computed_tokens = 3 * TOKENS
+        plan = ours.plan_step(step([new_request([1, 2, 3, 4, 5], 12)], {"s": 5}, [1, 2, 3, 4, 5]))
+        assert [b for t in plan.stores for c in t.copies for b in c.blocks.tolist()] == [4], "the device was not reset"
+
+
+@pytest.mark.parametrize("names", [["step-1", "step-2"], [None, None], ["step-1", None]])
+def test_without_one_name_of_all_ranks_the_generation_is_nobody_s(names: list[str | None]) -> None:
+    with Bench() as bench:
+        ours = half(bench)
+        before = bench.manager.space.generation
+        ours.take_report(report(names=names))
+        known = {before, *(new_generation(n) for n in names if n)}
+        assert bench.manager.space.generation not in known
+
+
+def test_reports_of_ranks_add_up() -> None:
+    one, two = report({3: 1}, ["step-1"]), report({3: 1}, ["step-1"])
+    assert one and not report()
+    total = one.aggregate(two)
+    assert (total.answers, total.names) == ({3: 2}, ["step-1"] * 2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_harness import (
     BLOCK,
+    EXTENSION,
     Engine,
     assert_shm_clean,
     connector,
@@ -27,14 +28,18 @@ HITS = [most_hits(len(p), CHUNK) for p in PROMPTS]
 
 
 def _start(engines: Engines, config: Json) -> Engine:
-    return engines.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp")
+    return engines.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp", **EXTENSION)
 
 
 def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
-    """Reloaded from the host, and from fs by new processes; one rank does not take what two have stored."""
+    """Reloaded from the host, and from fs by new processes; one rank does not take what two have stored.
+
+    Both ranks are told what their weights are; what has no name does not share with what has one.
+    """
     before = shm_names()
     config = connector(blocks_per_chunk=2, secondary_tiers=[fs(tmp_path / "kv")])
     first = _start(engines, config)
+    first.invalidate("step-1")
     cold = first.generate(PROMPTS)
     assert [a["external"] for a in cold] == [0, 0, 0]
     first.forget_device()
@@ -47,6 +52,9 @@ def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     assert_shm_clean(before)
 
     second = _start(engines, config)
+    assert [a["external"] for a in second.generate(PROMPTS)] == [0, 0, 0]
+    assert second.reset(connector=True)
+    second.invalidate("step-1")
     again = second.generate(PROMPTS)
     assert [a["external"] for a in again] == HITS
     assert same(again, cold)

@@ -184,6 +184,10 @@ class EngineProcess:
     def reset(self, running: bool, connector: bool) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
 
+    def invalidate(self, name: str | None) -> None:
+        """Tell all workers that their weights have changed, as a user does."""
+        self.llm.collective_rpc("tierkv_invalidate", args=(name,))
+
     def sleep(self, level: int) -> None:
         self.llm.sleep(level=level)
 

@@ -70,6 +70,10 @@ def connector(cpu_bytes: int = 64 << 20, **extra: Any) -> Json:
     }
 
 
+#: An option of an engine: its workers can be told that their weights have changed (``Engine.invalidate``).
+EXTENSION = {"worker_extension_cls": "tierkv.connector.WorkerExtension"}
+
+
 def fs(root: Path) -> Json:
     return {"type": "fs", "root_dir": str(root)}
 
@@ -220,6 +224,10 @@ class Engine:
     def reset(self, *, running: bool = False, connector: bool = False) -> bool:
         """Empty the device's prefix cache, and with ``connector`` the connector's."""
         return self("reset", running=running, connector=connector)
+
+    def invalidate(self, name: str | None) -> None:
+        """Say that the weights are those of ``name`` now; for engines with ``EXTENSION``."""
+        self("invalidate", name=name)
 
     def forget_device(self) -> None:
         """Finish the stores and empty the device's prefix cache only."""

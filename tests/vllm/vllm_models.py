@@ -49,12 +49,16 @@ def _config(name: str) -> Any:
 
 
 def make_model(name: str, folder: str) -> None:
-    """Write the model into ``folder``, with a tokenizer of one word a token, for the server."""
+    """Write the model into ``folder``, with a tokenizer of one word a token, for the server.
+
+    ``llama@1`` is ``llama`` with other weights.
+    """
     import torch
     import transformers
 
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(name)).to(torch.float32)
+    architecture, _, seed = name.partition("@")
+    torch.manual_seed(int(seed or 0))
+    model = transformers.AutoModelForCausalLM.from_config(_config(architecture)).to(torch.float32)
     # What architectures start at zero (biases, attention sinks) would hide mistakes: move all parameters.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -111,6 +111,16 @@ def hit_source(name: str) -> CacheHitSource:
         return CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
+def connectors_of_this_worker() -> list[Any]:
+    """The connectors of the worker that this process is, those of a MultiConnector one by one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return []
+    connector = get_kv_transfer_group()
+    return list(getattr(connector, "sub_connectors", [connector]))
+
+
 def layer_spec(group_spec: Any, layer: str) -> Any:
     """The spec of one layer of a group whose layers may differ."""
     return getattr(group_spec, "kv_cache_specs", {}).get(layer, group_spec)

@@ -50,6 +50,7 @@ class Deployment:
 
     group_ids: the engine's ids of the groups that are offloaded, in our order. block_sizes: tokens of a
     block of every group of the engine. align: tokens; the engine can only use hits that are multiples.
+    extended: whether the workers have an extension, through which their weights may be given a name.
     """
 
     config: CacheConfig
@@ -58,6 +59,7 @@ class Deployment:
     block_sizes: tuple[int, ...]
     align: int
     hash_block_size: int
+    extended: bool = False
 
     @property
     def hashes_per_chunk(self) -> tuple[int, ...]:
@@ -92,7 +94,15 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     block_sizes = tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups)
     ranks = vllm_config.parallel_config.world_size
-    return Deployment(config, ModelSpec(specs, ranks), group_ids, block_sizes, math.lcm(*block_sizes), hash_size)
+    return Deployment(
+        config,
+        ModelSpec(specs, ranks),
+        group_ids,
+        block_sizes,
+        align=math.lcm(*block_sizes),
+        hash_block_size=hash_size,
+        extended=bool(vllm_config.parallel_config.worker_extension_cls),
+    )
 
 
 def make_namespace(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Namespace:

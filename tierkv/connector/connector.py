@@ -20,7 +20,6 @@ from tierkv.connector.config import log_notes, make_namespace, read_deployment
 from tierkv.connector.metadata import StepPlan, StepReport
 from tierkv.connector.scheduler import SchedulerHalf
 from tierkv.connector.worker import WorkerHalf
-from tierkv.tiering.build import open_manager
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +60,12 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = make_namespace(deployment, vllm_config, kv_cache_config)
         if not namespace.trusted:
             logger.warning("Block hashes by %s can be made to collide on purpose.", namespace.hash_algorithm)
+        # Not imported with this module: see ``shield_numba``.
+        compat.shield_numba()
+        from tierkv.tiering.build import open_manager
+
         manager, region = open_manager(deployment.config, deployment.model, namespace, align=deployment.align)
-        logger.info("Namespace %s; %d slots of host memory.", namespace.digest.hex(), manager.num_slots)
+        logger.info("Namespace %s; host memory: %r.", namespace.digest.hex(), region)
         self._scheduler = SchedulerHalf(deployment, manager, region)
 
     @property
@@ -74,6 +77,19 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Heads outermost within a block, so that a rank's share of the canonical page is contiguous."""
         return "LBHNC"
+
+    def invalidate(self, name: str | None = None) -> None:
+        """The weights have changed to those that ``name`` stands for: what was stored before is not served again.
+
+        Engines that are told the same name share what they compute from then on. None: share it with nobody.
+
+        Either half may be told. The scheduler half acts at once. A worker passes it on with the next step, so all
+        workers are to be told before the next request (``WorkerExtension``).
+        """
+        if self._worker is not None:
+            self._worker.invalidate(name)
+        else:
+            self.scheduler_half.invalidate(name, device_is_empty=self._device_is_empty())
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -129,11 +145,14 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_half.busy
 
     def reset_cache(self) -> bool | None:
-        self.scheduler_half.reset(self._block_pool is None or compat.device_cache_is_empty(self._block_pool))
+        self.scheduler_half.reset(self._device_is_empty())
         return True
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._block_pool = gpu_block_pool
+
+    def _device_is_empty(self) -> bool:
+        return self._block_pool is None or compat.device_cache_is_empty(self._block_pool)
 
     # ---- worker half
 

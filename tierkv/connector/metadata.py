@@ -14,7 +14,6 @@ from tierkv.transfer.plan import Transfer
 class Geometry:
     """What both halves must agree on before a byte is copied."""
 
-    slot_bytes: int
     ranks: int
     chunk_bytes: tuple[int, ...]
 
@@ -28,6 +27,7 @@ class StepPlan(KVConnectorMetadata):
     flush: stores to be finished before this step writes to the device: their blocks have been reused.
     cancel: stores whose blocks may hold something else by now; those not yet submitted are dropped.
     revoke: loads that are to be reported as failed, whatever comes of them.
+    ask: if it is not 0, every worker is to answer whether its weights have been given a name.
     """
 
     region: RegionHandle
@@ -38,14 +38,25 @@ class StepPlan(KVConnectorMetadata):
     flush: set[int] = field(default_factory=set)
     cancel: set[int] = field(default_factory=set)
     revoke: set[int] = field(default_factory=set)
+    ask: int = 0
 
 
 @dataclass(slots=True)
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers → scheduler half: for each job that ended, how many ranks reported it, and whether all succeeded."""
+    """Workers → scheduler half.
+
+    ranks, ok: for each job that ended, how many ranks reported it, and whether all succeeded.
+    answers: for each ``ask`` of a plan, how many ranks answer it.
+    names: what the weights of the ranks have become (``TierKVConnector.invalidate``), of those that were told.
+    """
 
     ranks: dict[int, int] = field(default_factory=dict)
     ok: dict[int, bool] = field(default_factory=dict)
+    answers: dict[int, int] = field(default_factory=dict)
+    names: list[str | None] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks or self.answers or self.names)
 
     def add(self, job_id: int, ok: bool, ranks: int = 1) -> None:
         self.ranks[job_id] = self.ranks.get(job_id, 0) + ranks
@@ -55,4 +66,7 @@ class StepReport(KVConnectorWorkerMetadata):
         assert isinstance(other, StepReport)
         for job_id, ranks in other.ranks.items():
             self.add(job_id, other.ok[job_id], ranks)
+        for ask, ranks in other.answers.items():
+            self.answers[ask] = self.answers.get(ask, 0) + ranks
+        self.names += other.names
         return self

@@ -14,14 +14,13 @@ from tierkv.types import Offsets
 NULL_BLOCK = 0
 
 
-def storable_chunks(group: GroupSpec, blocks: Sequence[int], first: int, last: int) -> list[int]:
-    """Those of the chunks ``first`` to ``last`` - 1 whose blocks are all on the device."""
+def storable_chunks(group: GroupSpec, blocks: Sequence[int], first: int, last: int) -> Sequence[int]:
+    """Those of the chunks ``first`` to ``last`` - 1 whose blocks are all on the device, ascending."""
     size = group.blocks_per_chunk
-    return [
-        chunk
-        for chunk in range(first, min(last, len(blocks) // size))
-        if NULL_BLOCK not in blocks[chunk * size : (chunk + 1) * size]
-    ]
+    last = min(last, len(blocks) // size)
+    if NULL_BLOCK not in blocks[first * size : last * size]:
+        return range(first, max(first, last))
+    return [chunk for chunk in range(first, last) if NULL_BLOCK not in blocks[chunk * size : (chunk + 1) * size]]
 
 
 def store_copies(

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from tierkv.connector import plans
 from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
-from tierkv.host.region import Region
 from tierkv.keys import RequestChunks
-from tierkv.tiering.manager import StoreTicket, TieringManager
-from tierkv.tiering.requests import Query
+from tierkv.params import TransferParams, read_params
+from tierkv.tiering.query import Query
 from tierkv.transfer.plan import BlockCopies, Transfer
 from tierkv.types import Chunks, RequestContext
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from tierkv.host.region import Region
+    from tierkv.tiering.manager import StoreTicket, TieringManager
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,6 +46,7 @@ class RequestState:
     """
 
     request: Request
+    params: TransferParams
     context: RequestContext
     named: RequestChunks
     stored: list[int] = field(default_factory=list)
@@ -86,9 +93,7 @@ class SchedulerHalf:
         self._groups = deployment.model.groups
         self._ranks = deployment.model.ranks
         model = deployment.model
-        self._geometry = Geometry(
-            region.size // manager.num_slots, model.ranks, tuple(model.chunk_bytes(i) for i in range(len(model.groups)))
-        )
+        self._geometry = Geometry(model.ranks, tuple(model.chunk_bytes(i) for i in range(len(model.groups))))
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
         self._stores: dict[int, StoreWork] = {}
@@ -97,22 +102,32 @@ class SchedulerHalf:
         self._readers: dict[int, set[int]] = {}
         self._written: set[int] = set()
         self._device_is_stale = False
+        #: How often the workers have been asked for a name of their weights, and whether that is to be done or awaited.
+        self._asks = 0
+        self._must_ask = deployment.extended
+        self._unanswered = 0
         self._plan = self._empty_plan()
 
     # ---- a request's prefix
 
     def new_request(self, request: Request) -> None:
-        context = RequestContext(request.request_id, request.kv_transfer_params or {})
-        self._requests[request.request_id] = RequestState(request, context, self._name_chunks())
+        params = read_params(request.kv_transfer_params)
+        context = RequestContext(request.request_id, request.kv_transfer_params or {}, params.load_tiers)
+        self._requests[request.request_id] = RequestState(request, params, context, self._name_chunks())
 
     def matched_tokens(self, request: Request, local: int) -> int | None:
         """Tokens beyond the ``local`` ones that can be loaded now; None: not known yet."""
+        if not self._knows_generation():
+            return None
         state = self._requests[request.request_id]
         self._admit(state, local)
         if request.skip_reading_prefix_cache:
             return 0
         # The last token is always computed: its logits are wanted.
-        query = Query(state.context, state.named.space, state.named.chunks, local, request.num_tokens - 1)
+        limit = request.num_tokens - 1
+        if state.params.max_load_tokens is not None:
+            limit = min(limit, local + state.params.max_load_tokens)
+        query = Query(state.context, state.named.space, state.named.chunks, local, limit)
         boundary = self.manager.lookup(query)
         return None if boundary is None else boundary - local
 
@@ -182,7 +197,10 @@ class SchedulerHalf:
         return plan
 
     def take_report(self, report: StepReport) -> None:
-        """Jobs that workers have ended; a job has ended when every rank has said so."""
+        """Jobs that workers have ended (a job has ended when every rank has said so), and what they were told."""
+        if report.names:
+            self._take_names(report.names)
+        self._unanswered -= report.answers.get(self._asks, 0)
         for job_id, ranks in report.ranks.items():
             if job_id in self._stores:
                 self._end_store(job_id, ranks, report.ok[job_id])
@@ -201,10 +219,14 @@ class SchedulerHalf:
             device_is_empty: whether the device's own prefix cache was reset, too. The engine resets this
                 cache even if that failed because requests were running.
         """
-        self._device_is_stale = not device_is_empty
-        self._plan.cancel.update(self._stores)
-        self._plan.revoke.update(self._loads)
+        self._forget_transfers(device_is_empty)
+        self._must_ask = self._deployment.extended
         self.manager.reset()
+
+    def invalidate(self, name: str | None, device_is_empty: bool) -> None:
+        """The weights have changed to those of ``name``. Arguments as those of ``reset``."""
+        self._forget_transfers(device_is_empty)
+        self.manager.invalidate(name)
 
     def close(self) -> None:
         self.manager.close()
@@ -214,6 +236,33 @@ class SchedulerHalf:
 
     def _empty_plan(self) -> StepPlan:
         return StepPlan(self._region.handle, self._geometry)
+
+    def _forget_transfers(self, device_is_empty: bool) -> None:
+        self._device_is_stale = not device_is_empty
+        self._plan.cancel.update(self._stores)
+        self._plan.revoke.update(self._loads)
+
+    def _knows_generation(self) -> bool:
+        """Whether all workers have said if their weights were given a name since the last reset.
+
+        They are asked in the step in which a request wants to know: not before, since an engine may still step while
+        it is paused for an update of its weights.
+        """
+        if self._must_ask:
+            self._must_ask = False
+            self._asks += 1
+            self._unanswered = self._ranks
+            self._plan.ask = self._asks
+        return self._unanswered <= 0
+
+    def _take_names(self, names: Sequence[str | None]) -> None:
+        """The workers were told that their weights have changed."""
+        if len(set(names)) > 1:
+            logger.error("The workers' weights were given different names (%s): nothing is shared.", names)
+        name = names[0] if len(set(names)) == 1 else None
+        # Without a reset that is still to be answered, the device may have what the weights before have computed.
+        awaited = self._must_ask or self._unanswered > 0
+        self.invalidate(name, device_is_empty=awaited and not self._device_is_stale)
 
     def _admit(self, state: RequestState, local: int) -> None:
         """The request starts, or starts again: from here on it computes in the present space."""
@@ -234,6 +283,8 @@ class SchedulerHalf:
     def _storable_tokens(self, state: RequestState) -> int:
         request = state.request
         limit = request.num_prompt_tokens if self._deployment.config.offload_prompt_only else request.num_tokens
+        if state.params.max_offload_tokens is not None:
+            limit = min(limit, state.params.max_offload_tokens)
         return min(state.computed, int(limit))
 
     def _has_new_chunk(self, state: RequestState) -> bool:
@@ -244,7 +295,7 @@ class SchedulerHalf:
         """Plan to store the chunks that are complete now."""
         tokens = self._storable_tokens(state)
         state.named.extend(state.request.block_hashes)
-        chosen: list[list[int]] = []
+        chosen: list[Sequence[int]] = []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
             last = min(tokens // group.tokens_per_chunk, len(state.named.chunks[n]))
             first = state.stored[n] if state.stored else last

@@ -78,6 +78,8 @@ class WorkerHalf:
     def before_forward(self, plan: StepPlan) -> None:
         """Submit the stores of the step before; finish those whose blocks this step may write."""
         engine = self._open(plan)
+        if plan.ask:
+            self._report.answers[plan.ask] = 1
         self._drop_cancelled(plan)
         flushed = [t for t in plan.stores if t.job_id in plan.flush]
         plan.stores = [t for t in plan.stores if t.job_id not in plan.flush]
@@ -117,9 +119,13 @@ class WorkerHalf:
                     failed.add(request_id)
         return done, failed
 
+    def invalidate(self, name: str | None) -> None:
+        """This rank's weights have changed; the scheduler half learns of it with the next report."""
+        self._report.names = [name]
+
     def take_report(self) -> StepReport | None:
-        """What has ended since the last call, for the scheduler half."""
-        if not self._report.ranks:
+        """What has happened since the last call, for the scheduler half."""
+        if not self._report:
             return None
         report, self._report = self._report, StepReport()
         return report
@@ -135,7 +141,7 @@ class WorkerHalf:
         if self._engine is None:
             model = self._deployment.model
             ours = tuple(model.chunk_bytes(i) for i in range(len(model.groups)))
-            expected = Geometry(plan.geometry.slot_bytes, model.ranks, ours)
+            expected = Geometry(model.ranks, ours)
             if plan.geometry != expected:
                 raise TierKVError(f"the scheduler's geometry {plan.geometry} is not this worker's, {expected}")
             self._region = Region.open(plan.region)

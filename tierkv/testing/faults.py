@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 Delay = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+
+#: What is reported: a ``JobResult``, and by a broken tier anything.
+Report = Any
 
 #: How often an inner tier that does not call ``wake`` is asked for its reports.
 _POLL_S = 0.02
@@ -60,41 +63,40 @@ class WrapperTier(Tier):
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._closing = threading.Event()
-        # What is to be done when: a job goes to the inner tier, a result to whoever collects results.
-        self._due: list[tuple[float, int, StoreJob | LoadJob | JobResult]] = []
+        # What is to be done when: a job goes to the inner tier, a report to whoever collects reports.
+        self._due: list[tuple[float, int, StoreJob | LoadJob | Report]] = []
         self._order = itertools.count()
         self._inside = 0
-        self._finished: deque[JobResult] = deque()
+        self._finished: deque[Report] = deque()
         tier_class, inner_config = parse_tier(config.inner, "inner")
         try:
             # An event, not the lock: an inner tier may call this while it holds a lock of its own.
             self._inner: Tier = tier_class(inner_config, replace(context, wake=self._changed.set))
         except ConfigError as error:
             raise at("inner", error) from error
-        self.hit_source = self._inner.hit_source  # type: ignore[misc] # it is where the inner tier's chunks are
+        # Its chunks are where the inner tier's are.
+        self.hit_source = self._inner.hit_source  # type: ignore[misc]
+        self.medium, self.locality = self._inner.medium, self._inner.locality
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-delay-0", daemon=True)
         self._thread.start()
 
     @abc.abstractmethod
-    def _before_lookup(self) -> None:
-        """Called by lookup threads before the inner tier is asked; may wait or raise."""
+    def _look_up(self, ask_inner: Callable[[], list[bool]]) -> list[bool]:
+        """What is answered to a lookup, to which the inner tier would say ``ask_inner()``; may wait or raise."""
 
     @abc.abstractmethod
     def _delay_of(self, job: StoreJob | LoadJob) -> float | None:
         """Seconds until the inner tier gets ``job``; None for never. May raise."""
 
     @abc.abstractmethod
-    def _reports_of(self, result: JobResult) -> list[tuple[float, JobResult]]:
+    def _reports_of(self, result: JobResult) -> list[tuple[float, Report]]:
         """What is reported instead of ``result``, and after how many seconds."""
 
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
-        self._before_lookup()
-        return self._inner.lookup(name, request)
+        return self._look_up(lambda: [self._inner.lookup(name, request)])[0]
 
     def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
-        self._before_lookup()
-        answers: list[bool] = ask(self._inner, chunks, request).tolist()
-        return answers
+        return self._look_up(lambda: list(map(bool, ask(self._inner, chunks, request))))
 
     def submit_store(self, job: StoreJob) -> None:
         self._submit(job)
@@ -113,8 +115,8 @@ class WrapperTier(Tier):
             self._inner.close()
             for result in self._inner.get_finished_jobs():
                 self._finished.extend(report for _, report in self._reports_of(result))
-            for _, _, item in sorted(self._due):
-                self._finished.append(item if isinstance(item, JobResult) else _all_failed(item, CLOSED))
+            for _, _, item in sorted(self._due, key=lambda due: due[:2]):
+                self._finished.append(_all_failed(item, CLOSED) if isinstance(item, StoreJob | LoadJob) else item)
             self._due.clear()
             self._inside = 0
 
@@ -133,7 +135,7 @@ class WrapperTier(Tier):
                 self._push(time.monotonic() + delay, job)
         self._changed.set()
 
-    def _push(self, when: float, item: StoreJob | LoadJob | JobResult) -> None:
+    def _push(self, when: float, item: StoreJob | LoadJob | Report) -> None:
         heapq.heappush(self._due, (when, next(self._order), item))
 
     def _hand_over(self, job: StoreJob | LoadJob) -> None:
@@ -161,11 +163,11 @@ class WrapperTier(Tier):
             reported = False
             while self._due and self._due[0][0] <= now:
                 _, _, item = heapq.heappop(self._due)
-                if isinstance(item, JobResult):
+                if isinstance(item, StoreJob | LoadJob):
+                    self._hand_over_late(item)
+                else:
                     self._finished.append(item)
                     reported = True
-                else:
-                    self._hand_over_late(item)
             waits = [_POLL_S] if self._inside else []
             if self._due:
                 waits.append(max(0.0, self._due[0][0] - now))
@@ -196,26 +198,38 @@ class LatencyTier(WrapperTier):
         self._delays = config
         super().__init__(config, context)
 
-    def _before_lookup(self) -> None:
+    def _look_up(self, ask_inner: Callable[[], list[bool]]) -> list[bool]:
         self._closing.wait(self._delays.lookup_delay_s)
+        return ask_inner()
 
     def _delay_of(self, job: StoreJob | LoadJob) -> float | None:
         return 0.0
 
-    def _reports_of(self, result: JobResult) -> list[tuple[float, JobResult]]:
+    def _reports_of(self, result: JobResult) -> list[tuple[float, Report]]:
         is_load = result.checksums is not None
         return [(self._delays.load_delay_s if is_load else self._delays.store_delay_s, result)]
 
 
 class FaultyTierConfig(WrapperConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Which share of jobs, from 0 to 1, meets which fault; a job meets at most one, so together at most 1.
+    """Which share, from 0 to 1, meets which fault. A job, or a lookup, meets at most one, so together at most 1.
 
     seed: the same seed, the same faults for jobs with the same numbers, in whatever order they end.
-    on: the jobs that meet faults.
-    raises: ``submit_*`` raises. fails: all chunks are reported not ok. partial: about half of them are.
-    never: the job is never reported, not even by ``close``. late: the job is begun ``late_s`` seconds
-    late, so that a load writes to the region long after it was given up. twice: the job is reported a
-    second time after ``late_s``. lookup_raises: the share of lookups, or of batches, that raise.
+    late_s: how late what is late is.
+
+    Of jobs; ``on`` says which meet faults:
+
+    raises: ``submit_*`` raises. fails: all chunks are reported not ok. partial: about half of them are. Of a load,
+    their bytes in the region are garbage. never: the job is never reported, not even by ``close``. late: the job is
+    begun ``late_s`` seconds late, so that a load writes to the region long after it was given up. twice: the job is
+    reported a second time after ``late_s``. malformed: the report is none: of another length, of another job, without
+    flags … wrong_sums: a load carries other checksums than those of its bytes.
+
+    Of lookups, of a batch all together:
+
+    lookup_raises. lookup_blocks: it takes ``late_s``. lookup_invents: the tier has it, it says. lookup_denies: the
+    tier has it not, it says.
+
+    Of collecting reports, when there are some: reports_raise.
     """
 
     seed: int = 0
@@ -226,82 +240,160 @@ class FaultyTierConfig(WrapperConfig, kw_only=True, frozen=True, forbid_unknown_
     never: Share = 0.0
     late: Share = 0.0
     twice: Share = 0.0
+    malformed: Share = 0.0
+    wrong_sums: Share = 0.0
     lookup_raises: Share = 0.0
+    lookup_blocks: Share = 0.0
+    lookup_invents: Share = 0.0
+    lookup_denies: Share = 0.0
+    reports_raise: Share = 0.0
     late_s: Delay = 1.0
 
 
-_FAULTS = ("raises", "fails", "partial", "never", "late", "twice")
+_FAULTS = ("raises", "fails", "partial", "never", "late", "twice", "malformed", "wrong_sums")
+_LOOKUP_FAULTS = ("lookup_raises", "lookup_blocks", "lookup_invents", "lookup_denies")
 
 #: The reason of chunks that ``fails`` and ``partial`` make not ok.
 INJECTED = "injected"
 
+#: What garbage in the region consists of.
+GARBAGE = 0xDB
+
 
 class FaultyTier(WrapperTier):
-    """A tier that breaks its contract, on purpose, and tells how often it did: ``faults``."""
+    """A tier that breaks its contract, on purpose, and tells how often it did: ``faults``.
+
+    One thing it never does, because nobody could notice: report as ok and with their checksum bytes that are not those
+    of the chunk.
+    """
 
     Config: ClassVar[type[TierConfig]] = FaultyTierConfig
 
     def __init__(self, config: FaultyTierConfig, context: TierContext) -> None:
-        self._shares = [getattr(config, fault) for fault in _FAULTS]
-        if sum(self._shares) > 1:
-            raise ConfigError("raises", "shares of jobs above 1", f"{' + '.join(_FAULTS)} of at most 1")
+        self._shares = _shares(config, _FAULTS)
+        self._lookup_shares = _shares(config, _LOOKUP_FAULTS)
         self._faulty = config
-        self._lookup_random = random.Random(config.seed)
-        self._fault_of: dict[int, str] = {}
-        #: How many jobs (and lookups) met each fault.
+        self._random = random.Random(config.seed)
+        self._fault_of: dict[int, tuple[str, StoreJob | LoadJob]] = {}
+        self._seen: set[int] = set()
+        #: How many jobs, lookups and collections met each fault.
         self.faults: Counter[str] = Counter()
+        #: The jobs that will never be reported, not even by ``close``.
+        self.silent: set[int] = set()
         super().__init__(config, context)
 
-    def _before_lookup(self) -> None:
-        if self._lookup_random.random() < self._faulty.lookup_raises:
-            self.faults["lookup_raises"] += 1
+    def get_finished_jobs(self) -> list[JobResult]:
+        if self._finished and self._random.random() < self._faulty.reports_raise:
+            self.faults["reports_raise"] += 1
+            raise OSError("injected: no reports now")
+        return super().get_finished_jobs()
+
+    def _look_up(self, ask_inner: Callable[[], list[bool]]) -> list[bool]:
+        fault = _pick(self._random.random(), _LOOKUP_FAULTS, self._lookup_shares)
+        if fault is None:
+            return ask_inner()
+        self.faults[fault] += 1
+        if fault == "lookup_raises":
             raise OSError("injected: the lookup failed")
+        if fault == "lookup_blocks":
+            self._closing.wait(self._faulty.late_s)
+            return ask_inner()
+        return [fault == "lookup_invents"] * len(ask_inner())
 
     def _delay_of(self, job: StoreJob | LoadJob) -> float | None:
-        fault = self._draw(job)
-        if fault is None:
+        self._seen.add(job.job_id)
+        if self._faulty.on == ("loads" if isinstance(job, StoreJob) else "stores"):
+            return 0.0
+        fault = _pick(self._random_of(job.job_id, "fault").random(), _FAULTS, self._shares)
+        if fault is None or (fault == "wrong_sums" and isinstance(job, StoreJob)):
             return 0.0
         self.faults[fault] += 1
         if fault == "raises":
             raise OSError("injected: the job was refused")
         if fault == "never":
+            self.silent.add(job.job_id)
             return None
-        self._fault_of[job.job_id] = fault
+        self._fault_of[job.job_id] = fault, job
         return self._faulty.late_s if fault == "late" else 0.0
 
-    def _draw(self, job: StoreJob | LoadJob) -> str | None:
-        """The fault that ``job`` meets, if any."""
-        if self._faulty.on == ("loads" if isinstance(job, StoreJob) else "stores"):
-            return None
-        drawn = self._random_of(job.job_id, "fault").random()
-        for fault, share in zip(_FAULTS, self._shares, strict=True):
-            drawn -= share
-            if drawn < 0:
-                return fault
-        return None
-
-    def _reports_of(self, result: JobResult) -> list[tuple[float, JobResult]]:
-        fault = self._fault_of.pop(result.job_id, None)
+    def _reports_of(self, result: JobResult) -> list[tuple[float, Report]]:
+        fault, job = self._fault_of.pop(result.job_id, (None, None))
+        if job is None or fault == "late":
+            return [(0.0, result)]
         if fault == "twice":
             return [(0.0, result), (self._faulty.late_s, result)]
+        count, drawn = len(result.ok), self._random_of(result.job_id, "which")
         if fault == "fails":
-            return [(0.0, _without(result, list(range(len(result.ok)))))]
+            return [(0.0, self._without(job, result, range(count)))]
         if fault == "partial":
-            drawn = self._random_of(result.job_id, "partial")
-            return [(0.0, _without(result, [i for i in range(len(result.ok)) if drawn.random() < 0.5]))]
-        return [(0.0, result)]
+            return [(0.0, self._without(job, result, [i for i in range(count) if drawn.random() < 0.5]))]
+        if fault == "wrong_sums":
+            assert result.checksums is not None
+            return [(0.0, replace(result, checksums=np.where(result.ok, ~result.checksums, 0)))]
+        if isinstance(job, LoadJob):
+            self._spoil(job, range(count))
+        return [(0.0, self._malformed(result, drawn))]
+
+    def _without(self, job: StoreJob | LoadJob, result: JobResult, indices: Sequence[int]) -> JobResult:
+        """``result`` with the chunks at ``indices`` not ok."""
+        ok, checksums = result.ok.copy(), None
+        ok[list(indices)] = False
+        if isinstance(job, LoadJob):
+            assert result.checksums is not None
+            checksums = np.where(ok, result.checksums, np.uint64(0))
+            self._spoil(job, indices)
+        return JobResult(result.job_id, ok, checksums, {**result.reasons, **dict.fromkeys(indices, INJECTED)})
+
+    def _spoil(self, job: LoadJob, indices: Sequence[int]) -> None:
+        """A load that fails may have written anything to its chunks."""
+        for i in indices:
+            offset, length = int(job.offsets[i]), int(job.lengths[i])
+            self.context.view[offset : offset + length] = bytes([GARBAGE]) * length
+
+    def _malformed(self, result: JobResult, drawn: random.Random) -> Report:
+        """Something in the place of ``result``, about a job of at least one chunk."""
+        count = len(result.ok)
+        # A number that no job of this tier has, and perhaps one of another tier's.
+        stranger = next(n for n in range(result.job_id, -1, -1) if n not in self._seen)
+        all_ok = np.ones(count, np.bool_)
+        fields: dict[str, dict[str, Any]] = {
+            "longer": {"ok": np.ones(count + 1, np.bool_)},
+            "flat": {"ok": True},
+            "no flags": {"ok": None},
+            "words": {"ok": ["no"] * count},
+            "ragged": {"ok": [[True], []]},
+            "no reasons": {"ok": ~all_ok, "reasons": None},
+            "no sums": {"ok": all_ok, "checksums": np.ones(count, np.uint64) if result.checksums is None else None},
+            "other sums": {"ok": all_ok, "checksums": np.ones(count + 1, np.uint64)},
+            "a stranger's": {"job_id": stranger},
+            "no number": {"job_id": [result.job_id]},
+        }
+        kinds: dict[str, Report] = {name: replace(result, **changed) for name, changed in fields.items()}
+        kinds |= {"nothing": None, "a word": "done"}
+        kind = drawn.choice(sorted(kinds))
+        if kind in ("a stranger's", "no number", "nothing", "a word"):
+            self.silent.add(result.job_id)
+        return kinds[kind]
 
     def _random_of(self, job_id: int, purpose: str) -> random.Random:
         return random.Random(f"{self._faulty.seed} {job_id} {purpose}")
 
 
-def _without(result: JobResult, indices: Sequence[int]) -> JobResult:
-    """``result`` with the chunks at ``indices`` not ok."""
-    ok, checksums = result.ok.copy(), None
-    ok[list(indices)] = False
-    if result.checksums is not None:
-        checksums = np.where(ok, result.checksums, np.uint64(0))
-    return JobResult(result.job_id, ok, checksums, {**result.reasons, **dict.fromkeys(indices, INJECTED)})
+def _shares(config: FaultyTierConfig, faults: Sequence[str]) -> list[float]:
+    """The shares of ``faults``, of which at most one happens."""
+    shares = [getattr(config, fault) for fault in faults]
+    if sum(shares) > 1:
+        raise ConfigError(faults[0], "shares above 1", f"{' + '.join(faults)} of at most 1")
+    return shares
+
+
+def _pick(drawn: float, faults: Sequence[str], shares: Sequence[float]) -> str | None:
+    """Which of ``faults`` a number from 0 to 1 stands for, if any."""
+    for fault, share in zip(faults, shares, strict=True):
+        drawn -= share
+        if drawn < 0:
+            return fault
+    return None
 
 
 def _all_failed(job: StoreJob | LoadJob, reason: str) -> JobResult:
