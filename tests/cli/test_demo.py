@@ -114,6 +114,15 @@ def test_every_pool_in_every_mode() -> None:
     assert [(r.pool, r.mode) for r in runs] == [(p, m) for p in (4, 12, 32) for m in MODES]
 
 
+def test_the_quick_one_leaves_the_host_alone_out() -> None:
+    runs = parent.plan(QUICK, pathlib.Path("model"))
+    assert [r.mode for r in runs] == [NONE, AMPLE, HOST_FS]
+    verdict = check(r for r in results() if r.mode != HOST)
+    assert verdict.passed
+    assert [c.what for c in verdict.batched] == [AMPLE, HOST_FS]
+    assert [c.what for c in verdict.single] == [HOST_FS]
+
+
 @pytest.mark.parametrize(("mode", "root_dir"), [(HOST, None), (HOST_FS, "/tmp/somewhere")])
 def test_the_configuration_is_valid(mode: str, root_dir: str | None) -> None:
     run = EngineRun(scenario=FULL, model="m", pool=4, mode=mode, root_dir=root_dir)

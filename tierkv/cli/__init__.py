@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import tierkv
-from tierkv.cli import demo
+from tierkv.cli import bench, demo
 from tierkv.errors import TierKVError
 
-_COMMANDS = (demo,)
+_COMMANDS = (demo, bench)
 
 
 def make_parser() -> argparse.ArgumentParser:

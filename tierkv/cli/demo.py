@@ -24,7 +24,9 @@ def add_parser(subparsers: Subparsers) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="one small pool, within two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one small pool, without the host cache alone: within two minutes"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--output-dir",

@@ -15,7 +15,6 @@ import msgspec
 from tierkv.bench import BenchError
 from tierkv.bench.demo.scenario import (
     HOST_FS,
-    MODES,
     EngineResult,
     EngineRun,
     Message,
@@ -42,7 +41,7 @@ def plan(scenario: Scenario, model: Path) -> list[EngineRun]:
     return [
         EngineRun(scenario=scenario, model=str(model), pool=pool, mode=mode)
         for pool in scenario.pools
-        for mode in MODES
+        for mode in scenario.modes
     ]
 
 

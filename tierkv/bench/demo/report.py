@@ -12,7 +12,7 @@ from rich.table import Table
 
 import tierkv
 from tierkv.bench.demo.check import Check
-from tierkv.bench.demo.scenario import AMPLE, HOST, HOST_FS, MODES, NONE, EngineResult, RoundDone, Scenario
+from tierkv.bench.demo.scenario import AMPLE, HOST, HOST_FS, NONE, EngineResult, RoundDone, Scenario
 
 #: Colour and marker of each mode's line; grey for what is a bound and not a choice.
 _STYLE = {
@@ -58,7 +58,9 @@ def print_tables(demo: Demo, console: Console) -> None:
     for pool in scenario.pools:
         for result in demo.results:
             if result.pool == pool:
-                table.add_row(str(pool), result.mode, *map(_cell, result.rounds), end_section=result.mode == MODES[-1])
+                table.add_row(
+                    str(pool), result.mode, *map(_cell, result.rounds), end_section=result.mode == scenario.modes[-1]
+                )
     console.print(table)
     console.print(
         f"device memory for {scenario.device_tokens:,} tokens, host memory for {scenario.host_tokens:,}; "
@@ -106,7 +108,7 @@ def write_chart(demo: Demo, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for mode in MODES:
+    for mode in scenario.modes:
         colour, marker, line = _STYLE[mode]
         values = [requests_per_second(demo.last(pool, mode)) for pool in scenario.pools]
         axes.plot(scenario.pools, values, color=colour, marker=marker or "_", linestyle=line, label=mode)
@@ -147,7 +149,7 @@ def as_dict(demo: Demo) -> dict[str, Any]:
             }
             for result in demo.results
         ],
-        "speedup": {mode: speedup(demo, mode) for mode in MODES if mode != NONE},
+        "speedup": {mode: speedup(demo, mode) for mode in demo.scenario.modes if mode != NONE},
         "check": {**msgspec.to_builtins(demo.check), "passed": demo.check.passed},
     }
 

@@ -25,7 +25,7 @@ def run_demo(scenario: Scenario, output_dir: Path, json_file: Path | None) -> bo
     console = Console()
     logs = output_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with console.status("the model's folder: about half a minute the first time"):
+    with console.status("the model's folder: about twenty seconds the first time"):
         folder = model.model_folder()
     results = _run_all(plan(scenario, folder), logs, console)
     demo = report.Demo(scenario=scenario, results=results, check=check(results))

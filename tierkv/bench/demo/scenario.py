@@ -22,13 +22,15 @@ OFFLOADED = (HOST, HOST_FS)
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes are in tokens. A round sends every conversation once, all together, and only prefills it.
 
-    pools: numbers of conversations, each run for itself in all ``MODES``.
+    pools: numbers of conversations, each run for itself in all ``modes``.
+    modes: which of ``MODES``; the check can do without ``HOST`` only.
     probes: conversations that are sent one at a time, for a comparison bit for bit.
     max_num_seqs: four are what the device holds of the longest prompts; more would only preempt each other.
     block_size: the engine's default on the CPU. All prompts are multiples of it.
     """
 
     pools: tuple[int, ...] = (4, 12, 32)
+    modes: tuple[str, ...] = MODES
     rounds: int = 4
     first_prompt: int = 1024
     growth: int = 256
@@ -45,8 +47,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL = Scenario()
-#: One pool that fits neither the device nor the host, on half the memory and less.
-QUICK = Scenario(pools=(6,), rounds=2, device_tokens=4_096, host_tokens=6_144, probes=1, max_num_seqs=2)
+#: One pool that fits neither the device nor the host, on half the memory and less; the host alone is left out.
+QUICK = Scenario(
+    pools=(5,),
+    modes=(NONE, AMPLE, HOST_FS),
+    rounds=2,
+    device_tokens=4_096,
+    host_tokens=6_144,
+    probes=1,
+    max_num_seqs=2,
+)
 
 
 def conversation(name: str, tokens: int) -> list[int]:

@@ -1,0 +1,150 @@
+"""``tierkv bench``: what tierkv costs the engine's scheduler, alone or beside an installed vLLM's own offloading."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_INDEX = """\
+Fills a host cache with --chunks chunks of 16 tokens and measures, for each chunk, what lookups, loads and stores that
+evict take on the scheduler's thread, and the memory of index and policy; then the first step of a long cold request in
+fresh processes.
+"""
+
+_TIERING = """\
+Measures the whole life of a chunk through a tier on the scheduler's thread, what is served of a prefix that is larger
+than the host, and how long the manager takes in an engine's step while much is being promoted from a slow tier.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine's scheduler")
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    index = _add(benches, "index", "index and policy of a full host cache", _INDEX, chunks=1_000_000)
+    index.add_argument(
+        "--cold-chunks",
+        type=_positive,
+        default=65_536,
+        metavar="N",
+        help="chunks of the cold request (default: %(default)s)",
+    )
+    index.add_argument(
+        "--processes",
+        type=_not_negative,
+        default=3,
+        metavar="N",
+        help="fresh processes for each cold start (default: %(default)s)",
+    )
+    index.add_argument(
+        "--tiered", action="store_true", help="lookups and loads of managers with a tier, too (with --against)"
+    )
+    index.set_defaults(run=run_index)
+    tiering = _add(benches, "tiering", "promotions, cascades and stepping", _TIERING, chunks=65_536)
+    tiering.add_argument(
+        "--promote-bytes",
+        type=_positive,
+        default=1 << 30,
+        metavar="N",
+        help="what is promoted while an engine steps (default: %(default)s)",
+    )
+    tiering.add_argument(
+        "--latency",
+        type=_seconds,
+        default=0.5,
+        metavar="S",
+        help="of the tier meanwhile, in seconds (default: %(default)s)",
+    )
+    tiering.set_defaults(run=run_tiering)
+
+
+def run_index(args: argparse.Namespace) -> int:
+    from tierkv.bench import index
+    from tierkv.bench.report import Report
+
+    options = index.IndexOptions(
+        chunks=args.chunks,
+        batch=args.batch,
+        policies=_policies(args),
+        against_vllm=args.against == "vllm",
+        tiered=args.tiered,
+        rounds=args.rounds,
+        cold_chunks=args.cold_chunks,
+        processes=args.processes,
+    )
+    index.run(options, Report("index", args.json))
+    return 0
+
+
+def run_tiering(args: argparse.Namespace) -> int:
+    from tierkv.bench import tiering
+    from tierkv.bench.report import Report
+
+    options = tiering.TieringOptions(
+        chunks=args.chunks,
+        batch=args.batch,
+        policies=_policies(args, "lru"),
+        against_vllm=args.against == "vllm",
+        rounds=args.rounds,
+        promote_bytes=args.promote_bytes,
+        latency_s=args.latency,
+    )
+    tiering.run(options, Report("tiering", args.json))
+    return 0
+
+
+def _add(benches: Subparsers, name: str, short: str, description: str, chunks: int) -> argparse.ArgumentParser:
+    """A benchmark's parser, with what all of them have."""
+    parser = benches.add_parser(
+        name, help=short, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--chunks",
+        type=_positive,
+        default=chunks,
+        metavar="N",
+        help="chunks that fit in the host (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="chunks stored in one step (default: %(default)s, 8192 tokens)",
+    )
+    parser.add_argument("--policy", nargs="+", metavar="NAME", help="eviction policies")
+    parser.add_argument("--against", choices=["vllm"], help="measure vLLM's own managers beside it, turn by turn")
+    parser.add_argument(
+        "--rounds", type=_positive, default=5, metavar="N", help="turns of each side (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    return parser
+
+
+def _policies(args: argparse.Namespace, *default: str) -> tuple[str, ...]:
+    from tierkv import registry
+
+    return tuple(args.policy or default or registry.names("policy"))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 3600")
+    return number
