@@ -85,7 +85,7 @@ def test_what_cannot_be(arguments: tuple[int, float, float]) -> None:
         Breaker(*arguments)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("reason", ["eio", "enospc", "erofs", "error", "unknown", "malformed", "refused", "late"])
     "reason", sorted(["eio", "enospc", "erofs", "error", "unknown", "malformed", "refused", "late"])
 )
 def test_reasons_that_speak_against_the_tier(reason: str) -> None:

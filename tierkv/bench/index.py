@@ -58,9 +58,9 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    """chunks: resident ones. batch: chunks stored in one step. tiered: managers with a tier, too. cold_chunks: of the cold request, in each group.
+    """chunks: resident ones. batch: chunks stored in one step. tiered: managers with a tier, too.
 
-    processes: fresh ones for each cold start and side; 0 for none.
+    cold_chunks: of the cold request, in each group. processes: fresh ones for each cold start and side; 0 for none.
     """
 
     chunks: int
