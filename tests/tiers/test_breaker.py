@@ -86,8 +86,6 @@ def test_what_cannot_be(arguments: tuple[int, float, float]) -> None:
 
 
 @pytest.mark.parametrize("reason", ["eio", "enospc", "erofs", "error", "unknown", "malformed", "refused", "late"])
-    "reason", sorted(["eio", "enospc", "erofs", "error", "unknown", "malformed", "refused", "late"])
-)
 def test_reasons_that_speak_against_the_tier(reason: str) -> None:
     assert is_failure(reason)
 
