@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from tierkv.config import parse_tier
@@ -25,11 +26,12 @@ class TestMemoryTierContract(TierContract):
 
     def read_record(self, tier: Tier, name: ChunkName) -> bytes | None:
         assert isinstance(tier, MemoryTier)
-        return tier._records.get(name)
+        kept = tier._records.get(name)
+        return None if kept is None else kept.tobytes()
 
     def write_record(self, tier: Tier, name: ChunkName, raw: bytes) -> None:
         assert isinstance(tier, MemoryTier)
-        tier._records[name] = raw
+        tier._records[name] = np.frombuffer(raw, np.uint8)
 
 
 def test_the_least_recently_used_goes_first() -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from cachetools import LRUCache
 
 from tierkv.config import Positive, TierConfig
@@ -45,7 +46,9 @@ class MemoryTier(Tier):
         super().__init__(config, context)
         self._lock = threading.Lock()
         # The name is the *full* name: what was stored under another one cannot be found by accident.
-        self._records: LRUCache[ChunkName, bytes] = LRUCache(config.capacity_bytes or math.inf, getsizeof=len)
+        self._records: LRUCache[ChunkName, npt.NDArray[np.uint8]] = LRUCache(
+            config.capacity_bytes or math.inf, getsizeof=len
+        )
         self._jobs: queue.SimpleQueue[StoreJob | LoadJob | None] = queue.SimpleQueue()
         self._finished: deque[JobResult] = deque()
         self._closed = threading.Event()
@@ -120,7 +123,11 @@ class MemoryTier(Tier):
         if present is not None and len(present) == record.HEADER_BYTES + length:
             return
         header = record.encode_header(name, length, int(job.checksums[i]))
-        made = b"".join((header, self.context.view[offset : offset + length]))
+        made = np.empty(len(header) + length, np.uint8)
+        made[: len(header)] = np.frombuffer(header, np.uint8)
+        with self.context.view[offset : offset + length] as payload:
+            # By numpy, which copies without the GIL: bytes and memoryviews would stop the engine meanwhile.
+            made[len(header) :] = np.frombuffer(payload, np.uint8)
         with self._lock:
             if len(made) > self._records.maxsize:
                 raise RecordError("capacity", f"a record of {len(made)} bytes, room for {self._records.maxsize}")
@@ -134,11 +141,11 @@ class MemoryTier(Tier):
         if kept is None:
             raise RecordError(ABSENT)
         try:
-            header = record.decode_header(kept)
+            header = record.decode_header(kept.data)
             record.check(header, name, length)
             record.check_size(header, len(kept))
             with self.context.view[offset : offset + length] as landed:
-                landed[:] = memoryview(kept)[record.HEADER_BYTES :]
+                np.frombuffer(landed, np.uint8)[:] = kept[record.HEADER_BYTES :]
                 return record.check_payload(header, landed)
         except RecordError:
             # Never serve it again; the next store writes it anew.
