@@ -25,6 +25,10 @@ from tierkv.tiers.io import ABSENT, CLOSED, reason_of
 from tierkv.types import ChunkName, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 
+#: A header and its payload.
+Record = npt.NDArray[np.uint8]
+
+
 class MemoryTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """capacity_bytes: of all records together, headers included; the least recently used go first. None: no bound."""
 
