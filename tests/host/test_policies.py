@@ -75,7 +75,7 @@ def run(cache: HostCache, groups: int, steps: list[tuple[str, list[int]]]) -> in
             del pinned[: len(numbers)]
         elif what == "ask":
             for size_class in [ANY, *range(len(cache.plan.class_bytes))]:
-                cache.policy.victims(len(numbers), size_class)
+                cache.policy.victims(len(numbers) ** 3, size_class)
         shadow.check()
     assert cache.policy_faults == 0
     return shadow.victims_checked
@@ -189,6 +189,36 @@ def test_arc_remembers_the_newest_ghosts_when_it_has_all_it_may_have() -> None:
 
 def _numbers_of_words(words: list[int]) -> list[int]:
     return numbers_of(np.array([[0, word] for word in words], np.uint64).reshape(-1, 2))
+
+
+def test_arc_aims_at_no_more_than_everything_for_t1_and_no_less_than_nothing() -> None:
+    cache = cache_of(8, ARCPolicy)
+    shadow = Shadow(cache)
+    policy: Any = cache.policy
+    pinned = put(cache, chunks(*range(8)))
+    cache.touch(pinned)  # T2
+    names = iter(range(100, 200))
+
+    def evict(*numbers: int) -> None:
+        """These and no others."""
+        slots = cache.find(chunks(*numbers).keys)
+        cache.unpin(slots)
+        assert sorted(numbers_of(cache.reserve(chunks(*[next(names) for _ in numbers])).evicted)) == sorted(numbers)
+        writing = np.flatnonzero(cache._state.records["state"] == WRITING)
+        cache.pin(writing)
+        cache.commit(writing)
+
+    cache.pin(pinned)
+    evict(0, 1, 2, 3)  # to B2
+    for _ in range(3):
+        evict(100)  # to B1, and back
+        evict(4)
+        back = put_instead(cache, chunks(100), 101)
+        shadow.check()
+    assert policy._p[0] == 8 * 4096 == shadow.twin.capacity, back
+    for number in (0, 1, 2, 3):
+        put_instead(cache, chunks(number), 100)
+        shadow.check()
 
 
 def test_ages_are_right_across_the_wrap_of_the_stamps() -> None:

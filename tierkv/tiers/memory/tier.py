@@ -24,7 +24,6 @@ from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.io import ABSENT, CLOSED, reason_of
 from tierkv.types import ChunkName, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
-
 #: A header and its payload.
 Record = npt.NDArray[np.uint8]
 
