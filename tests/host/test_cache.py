@@ -460,7 +460,7 @@ def test_the_built_in_policies_make_no_faults(policy_type: type[Policy]) -> None
 
 @pytest.mark.parametrize("policy_type", BUILT_IN)
 def test_the_index_takes_at_most_100_bytes_a_slot(policy_type: type[Policy]) -> None:
-    """With the 32-byte hashes of the engine, and all ghosts that a policy may keep."""
+    """With the 32-byte hashes of the engine, and all ghosts that a policy may keep; checksums are not counted."""
     cache = cache_of(50_000, policy_type)
     put(cache, chunks(1))
     assert cache.index_bytes / cache.num_slots <= 100

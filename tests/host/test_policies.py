@@ -183,11 +183,11 @@ def test_arc_remembers_the_newest_ghosts_when_it_has_all_it_may_have() -> None:
         batch = chunks(*range(start, start + 4))
         cache.touch(put(cache, batch))
     ghosts = ghosts_of(cache.policy)
-    kept = {number for part in ghosts.values() for number in _numbers_of_words([word for word, _ in part])}
+    kept = {number for part in ghosts.values() for number in numbers_of_words([word for word, _ in part])}
     assert kept == {32, 33, 34, 35}
 
 
-def _numbers_of_words(words: list[int]) -> list[int]:
+def numbers_of_words(words: list[int]) -> list[int]:
     return numbers_of(np.array([[0, word] for word in words], np.uint64).reshape(-1, 2))
 
 
@@ -195,30 +195,27 @@ def test_arc_aims_at_no_more_than_everything_for_t1_and_no_less_than_nothing() -
     cache = cache_of(8, ARCPolicy)
     shadow = Shadow(cache)
     policy: Any = cache.policy
-    pinned = put(cache, chunks(*range(8)))
-    cache.touch(pinned)  # T2
-    names = iter(range(100, 200))
 
     def evict(*numbers: int) -> None:
-        """These and no others."""
-        slots = cache.find(chunks(*numbers).keys)
-        cache.unpin(slots)
-        assert sorted(numbers_of(cache.reserve(chunks(*[next(names) for _ in numbers])).evicted)) == sorted(numbers)
-        writing = np.flatnonzero(cache._state.records["state"] == WRITING)
-        cache.pin(writing)
-        cache.commit(writing)
+        cache._evict(cache.find(chunks(*numbers).keys))
 
-    cache.pin(pinned)
-    evict(0, 1, 2, 3)  # to B2
-    for _ in range(3):
-        evict(100)  # to B1, and back
-        evict(4)
-        back = put_instead(cache, chunks(100), 101)
+    cache.touch(put(cache, chunks(*range(8))))
+    evict(0, 1, 2, 3, 4)  # of T2
+    for number in (10, 11):  # T1 was too small by far, twice
+        put(cache, chunks(number))
+        evict(number)
+        put(cache, chunks(number))
         shadow.check()
-    assert policy._p[0] == 8 * 4096 == shadow.twin.capacity, back
-    for number in (0, 1, 2, 3):
-        put_instead(cache, chunks(number), 100)
+    assert policy._p[0] == policy.slots.capacity_bytes
+    evict(10, 11)
+    put(cache, chunks(20, 21, 22, 23))
+    evict(20, 21, 22, 23)
+    left = numbers_of_words([word for word, _ in ghosts_of(policy)["B2"]])
+    assert len(left) == 4
+    for number in left:  # T2 was
+        put(cache, chunks(number))
         shadow.check()
+    assert policy._p[0] == 0
 
 
 def test_ages_are_right_across_the_wrap_of_the_stamps() -> None:

@@ -16,6 +16,7 @@ from tierkv.host.policies.base import Policy
 from tierkv.host.policies.lru import LRUPolicy
 from tierkv.host.policies.s3fifo import S3FIFOPolicy
 from tierkv.host.slabs import SLOT_ALIGNMENT, SlabPlan, plan_slabs, region_size, slot_bytes, smallest_region
+from tierkv.host.slots import READY
 from tierkv.types import Chunks, Offsets
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -263,4 +264,45 @@ def test_a_class_that_has_nothing_gets_something_even_if_all_slabs_hold_pins() -
     assert cache.bytes_ready >= 0.9 * cache.plan.region_bytes
     cache.unpin(first_of_each)
     assert cache.room(one.groups) and put(cache, one)[0] >= 0
-    assert cache.commit(np.zeros(0, np.int64)).shape == (0,) and cache.pinned == 0
+
+
+def test_a_slab_that_was_emptied_for_a_class_is_not_taken_by_another() -> None:
+    mix = Mix((1.0, 10.0), LRUPolicy)
+    mix.insert({0: 1.0}, 1.5)
+    cache = mix.cache
+    first_of_each = np.arange(cache.plan.num_slabs, dtype=np.int64) * cache.plan.slots_per_slab
+    cache.pin(first_of_each)
+    one = chunks(1_000_000, group=1)
+    assert cache.reserve(one).slots[0] == -1
+    cache.unpin(first_of_each)
+    put(cache, chunks(*range(2_000_000, 2_000_005)))  # these come first
+    cache.pin(first_of_each[cache._state.records["state"][first_of_each] == READY])
+    assert put(cache, one)[0] >= 0
+
+
+def test_what_can_be_evicted_in_a_slab_that_is_given_up_is_no_room_in_its_class() -> None:
+    mix = Mix((1.0, 10.0), LRUPolicy)
+    mix.insert({0: 1.0}, 1.5)
+    cache, per_slab = mix.cache, mix.cache.plan.slots_per_slab
+    two_of_each = np.arange(cache.num_slots, dtype=np.int64)
+    two_of_each = two_of_each[two_of_each % per_slab < 2]
+    cache.pin(two_of_each)
+    assert cache.reserve(chunks(1_000_000, group=1)).slots[0] == -1
+    given_up = int(np.flatnonzero(cache._state.slabs[3])[0])
+    cache.unpin(np.array([given_up * per_slab]))
+    count = (cache.plan.num_slabs - 1) * (per_slab - 2)
+    assert cache.evictable == count + 1
+    batch = chunks(*range(2_000_000, 2_000_001 + count))
+    assert not cache.room(batch.groups) and cache.room(batch.groups[1:])
+    assert (cache.reserve(batch).slots >= 0).tolist() == [True] * count + [False]
+
+
+def test_the_last_slab_which_may_be_smaller_is_not_counted_on() -> None:
+    """Of the slabs that a class can spare, a whole one goes if one is needed."""
+    plan = SlabPlan(region_bytes=3 * 10240 + 5120, slab_bytes=10240, class_bytes=(512, 2560))
+    cache = HostCache(plan, plan.class_bytes, LRUPolicy)
+    cache.grow(plan.region_bytes)
+    assert (put(cache, chunks(*range(70))) >= 0).all()
+    batch = Chunks.concat([chunks(*range(100, 150)), chunks(*range(4), group=1)])
+    assert cache.room(batch.groups)
+    assert (cache.reserve(batch).slots >= 0).all()

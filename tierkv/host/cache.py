@@ -129,8 +129,8 @@ class HostCache:
         self._per_slab: Offsets = plan.slab_bytes // self._view.class_bytes
         #: ``[k, c]``: bytes of class k that were colder than what class c evicted of its own, less the reverse.
         self._debts: Offsets = np.zeros((classes, classes), np.int64)
-        #: The class that the slab which is being emptied goes to, or -1.
-        self._heir = -1
+        #: The class that the slab which is being emptied goes to, or -1; and the slab that one got so last.
+        self._heir, self._inherited = -1, -1
         self._slabs_grown = 0
 
     def grow(self, ready_bytes: int) -> None:
@@ -451,12 +451,13 @@ class HostCache:
         victims = self._victims(count, size_class)
         return [self._evict(victims)] if len(victims) else []
 
-    def _assign(self, size_class: int) -> None:
-        """A slab of no class, of which there is one, has ``size_class`` from now on."""
+    def _assign(self, size_class: int) -> int:
+        """A slab of no class, of which there is one, has ``size_class`` from now on; says which slab."""
         pool = self._state.pool
         slab = int(pool[pool[0]])
         pool[0] -= 1
         kernels.assign(self._state, slab, size_class, self.plan.slots_in(slab, size_class))
+        return slab
 
     # ── inside: several size classes ─────────────────────────────────────────────────────────────────────────────────
 
@@ -495,6 +496,7 @@ class HostCache:
         slabs, free, slab_bytes = self._state.slabs, self._state.counts[:, FREE], self.plan.slab_bytes
         while free[size_class] < wanted[size_class] and not self._state.pool[0]:
             empty = np.flatnonzero(self._spare_slabs(size_class, free - wanted) & (slabs[USED] == 0))
+            empty = empty[empty != self._inherited]  # its class has waited for it
             if not len(empty):
                 break
             self._drain(int(empty[0]), size_class)
@@ -596,7 +598,7 @@ class HostCache:
         evicted = [keys for slab in np.flatnonzero(draining).tolist() for keys in self._evict_all(slab)]
         if self._heir >= 0 and not draining.any():
             if self._state.pool[0]:
-                self._assign(self._heir)
+                self._inherited = self._assign(self._heir)
             self._heir = -1
         return evicted
 
