@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -27,7 +28,7 @@ STEP = {f"step: {what}" for what in ("p50", "p99", "p99 on a processor", "longes
 def few_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fresh processes do not compile: that takes long, and is what they are there to measure."""
     monkeypatch.setattr(tiering, "PREFIXES", (17,))
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    monkeypatch.setattr(index, "_environment", lambda directory: {**os.environ, "NUMBA_DISABLE_JIT": "1"})
 
 
 def lines(text: str) -> list[dict[str, Any]]:

@@ -195,6 +195,34 @@ def test_a_request_that_is_not_asked_about_any_more_holds_nothing(monkeypatch: p
         assert bench.boundary("a", 4, "r") == 2 * TOKENS
 
 
+@pytest.mark.parametrize("what", ["abort", "reset", "invalidate", "release", "deadline"])
+def test_a_load_that_is_under_way_keeps_its_pins(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are copying from its slots: whatever happens, these are nobody else's until they have ended."""
+    monkeypatch.setattr("tierkv.tiering.manager.EXPIRY_S", 0.01)
+    with Bench(slots=8, load_timeout_s=SHORT_S) as bench:
+        bench.store("a", 4)
+        assert bench.boundary("a", 4, "r") == 4 * TOKENS
+        plan, chunks = bench.manager.begin_load("r"), bench.chunks("a", 4)
+        assert plan is not None
+        if what == "abort":
+            bench.manager.finish_request("r")
+        elif what == "release":
+            bench.manager.release("r")
+        elif what == "deadline":
+            time.sleep(3 * SHORT_S)
+        else:
+            bench.manager.reset("host" if what == "reset" else "all")
+        audit(bench)
+        assert bench.manager.counts()["slots_pinned"] == 4 and bench.manager.counts()["bytes_waiting"] == 0
+        assert bench.store("b", 8) == 4
+        bench.check(plan, chunks, 0)
+        bench.manager.finish_load("r", ok=True)
+        bench.manager.finish_request("r")
+        bench.assert_at_rest()
+        audit(bench)
+        assert bench.manager.metrics["hits_expired"] == 0
+
+
 # ---- reports that are wrong
 
 

@@ -181,6 +181,9 @@ def test_a_failed_load_is_not_tried_again_by_the_same_request() -> None:
         assert bench.ask("a", 4, "r") == 0
         bench.manager.finish_request("r")
         bench.assert_at_rest()
+        assert bench.load("a", 4, "r2") == 0, "nor by another one: the copies in the host are not trusted any more"
+        assert bench.store("a", 4) == 4
+        assert bench.load("a", 4, "r3") == 4 * TOKENS
 
 
 def test_a_failed_store_is_as_if_it_had_never_been(tmp_path: Path) -> None:

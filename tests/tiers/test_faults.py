@@ -46,11 +46,12 @@ class TestLatencyTierContract(TierContract):
         return tier
 
     def read_record(self, tier: Tier, name: ChunkName) -> bytes | None:
-        raw: bytes | None = records_of(tier).get(name)
+        kept = records_of(tier).get(name)
+        raw: bytes | None = None if kept is None else kept.tobytes()
         return raw
 
     def write_record(self, tier: Tier, name: ChunkName, raw: bytes) -> None:
-        records_of(tier)[name] = raw
+        records_of(tier)[name] = np.frombuffer(raw, np.uint8)
 
 
 class TestFaultyTierWithoutFaultsContract(TestLatencyTierContract):

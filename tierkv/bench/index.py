@@ -339,7 +339,7 @@ def _fresh_process(cold: ColdRun) -> ColdResult:
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
         done = subprocess.run(
             [sys.executable, "-m", "tierkv.bench.index", msgspec.json.encode(cold).decode()],
-            env={**os.environ, "NUMBA_CACHE_DIR": directory},
+            env=_environment(directory),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -348,6 +348,11 @@ def _fresh_process(cold: ColdRun) -> ColdResult:
         said = (done.stderr.strip() or "no message").splitlines()[-1]
         raise BenchError(f"the cold start of {cold.side} failed: {said}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=ColdResult)
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Of a fresh process: what it compiles goes to ``directory``, where nothing is."""
+    return {**os.environ, "NUMBA_CACHE_DIR": directory}
 
 
 def cold_start(cold: ColdRun) -> ColdResult:
