@@ -148,6 +148,7 @@ class TieringManager:
             config.store_timeout_s,
         )
         self._lookups = LookupPool(wake=self._wake.set, note=self._note_lookup)
+        self._lookups.open(tiers)
         self._thread = threading.Thread(target=self._run, name="tierkv-manager", daemon=True)
         self._thread.start()
 

@@ -10,6 +10,7 @@ put to it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -146,7 +147,8 @@ class _Lane(NamedTuple):
 
 
 class LookupPool:
-    """Lookup threads, named ``tierkv-<tier>-lookup-0``, a few for each tier; they start when a tier is first asked.
+    """Lookup threads, named ``tierkv-<tier>-lookup-0``, a few for each tier; they start with ``open``, or when
+    a tier is first asked.
 
     A tier that raises, or that does not give one answer a chunk, counts as one that has none of them.
 
@@ -173,6 +175,13 @@ class LookupPool:
         self._failures: Counter[str] = Counter()
         self._broken = 0
         self._closed = False
+
+    def open(self, tiers: Sequence[Tier]) -> None:
+        """Start the threads of ``tiers`` now: whoever starts a thread waits until it runs, ``submit`` is not to."""
+        for tier in tiers:
+            with self._lock, contextlib.suppress(RuntimeError):  # no more threads to be had: ``submit`` deals with it
+                if id(tier) not in self._lanes:
+                    self._lanes[id(tier)] = self._open_lane(tier)
 
     def submit(self, tiers: Sequence[Tier], pieces: Iterable[Piece], request: RequestContext) -> LookupTicket:
         """Ask ``tiers``, in this order, for ``pieces``. Without tiers the ticket is done at once.
