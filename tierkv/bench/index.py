@@ -135,10 +135,10 @@ class _Resident:
             for side in sides:
                 side.close()
         if self._options.tiered and len(sides) > 1:
-            self._run_tiered(reads)
+            self._run_tiered(reads, stores)
 
-    def _run_tiered(self, reads: int) -> None:
-        """Lookups and loads of the same chunks with managers that have a tier beside the host."""
+    def _run_tiered(self, reads: int, stores: int) -> None:
+        """The same with managers that have a tier beside the host."""
         setup = Setup(slots=self._options.chunks, policy=self._policy, tier="memory")
         sides: list[Side] = []
         try:
@@ -150,6 +150,8 @@ class _Resident:
             with no_collections():
                 for measure, turn in (("lookup", _lookups), ("load", _loads)):
                     self._measure(measure, sides, functools.partial(self._some_resident, reads), turn, "tiered")
+                cascading = functools.partial(_stores, batch=self._options.batch, rest=True)
+                self._measure("store", sides, functools.partial(self._some_new, stores), cascading, "tiered")
         finally:
             for side in sides:
                 side.close()
@@ -250,14 +252,16 @@ def _loads(side: Side, prompts: list[list[bytes]]) -> Stopwatch:
     return watch
 
 
-def _stores(side: Side, prompts: list[list[bytes]], batch: int, evicting: bool = True) -> Stopwatch:
-    """Store new prefixes into a cache that is full, if ``evicting``."""
+def _stores(side: Side, prompts: list[list[bytes]], batch: int, evicting: bool = True, rest: bool = False) -> Stopwatch:
+    """Store new prefixes into a cache that is full, if ``evicting``; ``rest``: until the tier has each batch, too."""
     watch = Stopwatch()
     before = side.evicted()
     for request in [side.request(hashes) for hashes in prompts]:
         for first in range(0, len(request.hashes), batch):
             with watch:
                 side.store(request, first, min(first + batch, len(request.hashes)))
+            if rest:
+                side.rest(watch)
         side.finish(request)
     evicted, expected = side.evicted() - before, sum(map(len, prompts)) if evicting else 0
     _expect(evicted == expected, f"{side.name} has evicted {evicted} chunks, not {expected}")

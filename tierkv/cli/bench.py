@@ -38,9 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="fresh processes for each cold start (default: %(default)s)",
     )
-    index.add_argument(
-        "--tiered", action="store_true", help="lookups and loads of managers with a tier, too (with --against)"
-    )
+    index.add_argument("--tiered", action="store_true", help="managers with a tier, too (with --against)")
     index.set_defaults(run=run_index)
     tiering = _add(benches, "tiering", "promotions, cascades and stepping", _TIERING, chunks=65_536)
     tiering.add_argument(
