@@ -475,6 +475,31 @@ def test_stores_of_a_tier_that_has_become_slow_are_dropped() -> None:
         assert (len(slow.records), len(quick.records)) == (4, 8)
 
 
+def test_what_waits_for_a_slow_tier_and_is_written_anew_meanwhile_is_not_handed_over_half_written() -> None:
+    """The same chunk in the same slot: only that its checksum is missing tells that it is not there yet."""
+    with Bench(slots=2, tiers=[puppet()]) as bench:
+        tier = puppet_of(bench)
+        tier.stores_at_once = False
+        bench.store("a", 2)
+        wait_until(lambda: bench.manager._lanes[0].waiting == 1)  # its share is one slot
+        ((waits, _),) = bench.manager._lanes[0].backlog
+        bench.forget_host()
+        batch = bench.chunks("a", 2)[0].slice(1, 2)
+        ticket = bench.manager.begin_store(batch, "s")
+        assert ticket is not None and (ticket.slots == waits).all()
+        tier.do()
+        wait_until(lambda: not bench.manager.counts()["jobs"] and not bench.manager._lanes[0].waiting)
+        assert not tier.open and bench.manager.metrics["cascades_missed"] == 1
+        bench.copy(batch, ticket)
+        bench.manager.finish_store(ticket, ok=True)
+        wait_until(lambda: tier.open)
+        assert tier.open[0].checksums.all()
+        tier.do()
+        bench.settle()
+        assert bench.load("a", 2, "r") == 2 * TOKENS
+        bench.assert_at_rest()
+
+
 # ---- the end
 
 
