@@ -15,7 +15,7 @@ from tiering_harness import TOKENS, Bench, wait_until
 from tierkv.tiers.breaker import Breaker
 from tierkv.types import JobResult
 
-SHORT_S = 0.05
+SHORT_S = 0.15
 
 
 def with_records(*prompts: tuple[str, int], **fields: Any) -> tuple[Bench, PuppetTier]:
@@ -26,6 +26,11 @@ def with_records(*prompts: tuple[str, int], **fields: Any) -> tuple[Bench, Puppe
         bench.settle()
         bench.forget_host()
     return bench, puppet_of(bench)
+
+
+def end_the_pause(breaker: Breaker) -> None:
+    assert breaker.state == "open"
+    breaker._retry_at = 0.0
 
 
 # ---- deadlines
@@ -311,7 +316,7 @@ def test_a_malformed_report_is_a_failed_job(kind: str, load: bool) -> None:
 
 @pytest.mark.parametrize("report", [None, "done", JobResult(10**9, np.ones(1, np.bool_)), JobResult([], True)])  # type: ignore[arg-type]
 def test_what_is_no_report_is_ignored(report: Any) -> None:
-    bench, tier = with_records(("a", 4), load_timeout_s=SHORT_S)
+    bench, tier = with_records(("a", 4))
     with bench:
         tier.reports.append(report)
         assert bench.load("a", 4, "r") == 4 * TOKENS
@@ -360,17 +365,17 @@ def test_a_tier_whose_lookups_fail_is_not_asked_then_probed_then_back() -> None:
     bench, tier = with_records(("a", 4))
     with bench:
         lane = bench.manager._lanes[0]
-        lane.asking = Breaker(failures=3, first_pause_s=0.2)
+        lane.asking = Breaker(failures=3, first_pause_s=60)
         tier.lookup_error = OSError("injected")
         for number in range(6):
             assert bench.load("a", 4, f"r{number}") == 0
         assert bench.manager.metrics["lookups_failed"] == len(tier.asked) == 3
-        time.sleep(0.2)
+        end_the_pause(lane.asking)
         assert bench.load("a", 4, "probe") == bench.load("a", 4, "after") == 0
         assert len(tier.asked) == 4, "one probe, which has failed"
         tier.lookup_error = None
         assert bench.load("a", 4, "too early") == 0
-        time.sleep(0.4)
+        end_the_pause(lane.asking)
         assert bench.load("a", 4, "back") == 4 * TOKENS
         assert lane.asking.state == "closed"
 
@@ -380,7 +385,7 @@ def test_a_tier_whose_loads_fail_is_not_asked_then_probed_then_back(how: str) ->
     bench, tier = with_records(("a", 4), load_timeout_s=SHORT_S, slots=512)
     with bench:
         lane = bench.manager._lanes[0]
-        lane.reading = Breaker(failures=5, first_pause_s=0.2)
+        lane.reading = Breaker(failures=5, first_pause_s=60)
         tier.loads_at_once = how == "refused"
         tier.submit_error = OSError("injected") if how == "refused" else None
         for number in range(5):
@@ -393,7 +398,7 @@ def test_a_tier_whose_loads_fail_is_not_asked_then_probed_then_back(how: str) ->
         assert bench.load("a", 4, "cut off") == 0 and len(tier.asked) == asked
         assert lane.writing.state == "closed", "a slow reader still stores"
         tier.loads_at_once, tier.submit_error = True, None
-        time.sleep(0.2)
+        end_the_pause(lane.reading)
         assert bench.load("a", 4, "back") == 4 * TOKENS
         assert lane.reading.state == "closed"
 
@@ -429,7 +434,7 @@ def test_the_tier_that_hangs_is_cut_off_and_not_the_one_before_it() -> None:
 def test_a_tier_whose_stores_fail_gets_no_more_then_a_probe_then_all(how: str) -> None:
     with Bench(slots=64, tiers=[puppet()], store_timeout_s=SHORT_S) as bench:
         tier, lane = puppet_of(bench), bench.manager._lanes[0]
-        lane.writing = Breaker(failures=3, first_pause_s=0.2)
+        lane.writing = Breaker(failures=3, first_pause_s=60)
         tier.stores_at_once = False
         tier.submit_error = OSError("injected") if how == "refused" else None
         for number in range(3):
@@ -446,7 +451,7 @@ def test_a_tier_whose_stores_fail_gets_no_more_then_a_probe_then_all(how: str) -
         tier.stores_at_once, tier.submit_error = True, None
         tier.do()
         bench.settle()
-        time.sleep(0.2)
+        end_the_pause(lane.writing)
         bench.store("e", 2)
         bench.settle()
         bench.store("f", 2)
