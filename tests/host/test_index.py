@@ -116,7 +116,8 @@ def test_every_tag_has_its_home_within_the_table() -> None:
         table = make_table(capacity)
         homes = [int(home(table, np.uint64(tag))) for tag in (0, 1, 2**16, 2**31, 2**32 - 1)]
         assert homes == sorted(homes) and homes[0] == 0 and homes[-1] == len(table) - 1
-        assert len(table) > capacity  # a search for what is not there ends
+        assert table.size > capacity  # a search for what is not there ends
+        assert table.ctypes.data % 64 == 0 and table[0].nbytes == 64  # a bucket is a cache line
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

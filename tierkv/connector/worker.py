@@ -145,6 +145,7 @@ class WorkerHalf:
             if plan.geometry != expected:
                 raise TierKVError(f"the scheduler's geometry {plan.geometry} is not this worker's, {expected}")
             self._region = Region.open(plan.region)
+            self._region.populate()
             self._engine = make_engine(self._groups, self._region)
         return self._engine
 

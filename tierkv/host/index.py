@@ -1,9 +1,13 @@
 """Key → number, in an open-addressing hash table: kernels over one array.
 
-An entry is one word: the upper half of the key's first word as its *tag*, and the number + 1; 0 is an empty entry. A
-key belongs where its tag, taken as a fraction, falls in the table, or in the next empty entry behind that (linear
-probing). Keys are hashes already, so their bits are as good as random. What is deleted closes the gap behind it: no
-tombstones.
+The table consists of *buckets* of eight entries, each bucket one cache line. An entry is one word: the upper half of
+the key's first word as its *tag*, and the number + 1; 0 is an empty entry. A key belongs into the bucket where its tag,
+taken as a fraction, falls in the table, or into the next bucket behind that which is not full. Keys are hashes already,
+so their bits are as good as random. What is deleted from a full bucket is replaced by what had to go on to the next
+ones: no tombstones, and whoever finds a bucket that is not full has come to the end.
+
+The entries of a bucket are looked at all together, with no decision in between: the place of a key within its bucket is
+random, and a branch that depends on it costs more than to look at all eight.
 
 A probe of a key that is there costs two cache misses, the table's and that of the record with the whole key; of one
 that is not, mostly one.
@@ -16,102 +20,142 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.host.jit import Int, inlined
+from tierkv.host.jit import Int, inlined, jit
 
+#: ``(buckets, 8)``.
 Table = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.uint64]
 Word = Any  # one of these
 
-#: Entries for each number that the table must hold.
+#: Entries for each number that the table must hold: one bucket in ten is full then.
 _SPARSENESS = 1.75
+
+_WIDTH = 8
+_CACHE_LINE = 64
 
 #: What stands for no number.
 NONE = np.int64(-1)
 
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
-_ONE = np.uint64(1)
 _ZERO = np.uint64(0)
 
 
 def make_table(capacity: int) -> Table:
     """An empty table for ``capacity`` numbers, which is below 2**31."""
     assert 0 < capacity < 2**31
-    return np.zeros(int(capacity * _SPARSENESS) + 8, np.uint64)
+    buckets = int(capacity * _SPARSENESS) // _WIDTH + 1
+    words = np.zeros((buckets + 1) * _WIDTH, np.uint64)
+    skipped = -words.ctypes.data % _CACHE_LINE // words.itemsize
+    return words[skipped : skipped + buckets * _WIDTH].reshape(buckets, _WIDTH)
 
 
 def _home(table: Table, tag: np.uint64) -> Int:
-    """Where an entry with ``tag`` belongs."""
+    """The bucket where an entry with ``tag`` belongs."""
     return np.int64((tag * np.uint64(table.shape[0])) >> _HALF)
+
+
+def _next_bucket(table: Table, bucket: Int) -> Int:
+    return 0 if bucket + 1 == table.shape[0] else bucket + 1
 
 
 def _find(table: Table, words0: Words, words1: Words, word0: Word, word1: Word) -> Int:
     """The number of the key (``word0``, ``word1``), or -1. ``words0[n]`` and ``words1[n]`` are the key of number n."""
     tag = word0 >> _HALF
-    at = home(table, tag)
+    bucket = home(table, tag)
     while True:
-        entry = table[at]
-        if entry == _ZERO:
-            return NONE
-        if entry >> _HALF == tag:
-            number = np.int64(entry & _LOW) - 1
-            if words0[number] == word0 and words1[number] == word1:
+        place = -1
+        for i in range(_WIDTH):
+            if table[bucket, i] >> _HALF == tag:
+                place = i
+        if place >= 0:
+            number = np.int64(table[bucket, place] & _LOW) - 1
+            if number >= 0 and words0[number] == word0 and words1[number] == word1:
                 return number
-        at += 1
-        if at == table.shape[0]:
-            at = 0
+            for i in range(_WIDTH):  # another key with that tag is here, and perhaps this one, too
+                number = np.int64(table[bucket, i] & _LOW) - 1
+                if number >= 0 and words0[number] == word0 and words1[number] == word1:
+                    return number
+        if not is_full(table, bucket):
+            return NONE
+        bucket = next_bucket(table, bucket)
 
 
 def _fetch(table: Table, word0: Word) -> Word:
     """An entry from where a key belongs. To read those of many keys one after another has the processor wait for all of
     them at once, and a probe of each then finds them in its cache."""
-    return table[home(table, word0 >> _HALF)]
+    return table[home(table, word0 >> _HALF), 0]
+
+
+def _place_of(table: Table, bucket: Int, entry: Word) -> Int:
+    """Where in ``bucket`` an entry is, or -1; one of them if it is there several times."""
+    place = -1
+    for i in range(_WIDTH):
+        if table[bucket, i] == entry:
+            place = i
+    return place
+
+
+def _is_full(table: Table, bucket: Int) -> bool:
+    empty = 0  # counted, since the compiler makes branches of a search
+    for i in range(_WIDTH):
+        empty += table[bucket, i] == _ZERO
+    return empty == 0
 
 
 def _insert(table: Table, word0: Word, number: Int) -> None:
     """Add a key that is not there. ``word0``: its first word."""
     tag = word0 >> _HALF
-    at = home(table, tag)
-    while table[at] != _ZERO:
-        at += 1
-        if at == table.shape[0]:
-            at = 0
-    table[at] = (tag << _HALF) | np.uint64(number + 1)
+    bucket = home(table, tag)
+    place = place_of(table, bucket, _ZERO)
+    while place < 0:
+        bucket = next_bucket(table, bucket)
+        place = place_of(table, bucket, _ZERO)
+    table[bucket, place] = (tag << _HALF) | np.uint64(number + 1)
 
 
 def _delete(table: Table, word0: Word, number: Int) -> None:
-    """Take out the key of ``number``, which is there; entries behind it move up so that no gap separates them."""
-    size = table.shape[0]
+    """Take out the key of ``number``, which is there."""
     tag = word0 >> _HALF
     gone = (tag << _HALF) | np.uint64(number + 1)
-    gap = home(table, tag)
-    while table[gap] != gone:
-        gap += 1
-        if gap == size:
-            gap = 0
-    at = gap
-    while True:
-        at += 1
-        if at == size:
-            at = 0
-        entry = table[at]
-        if entry == _ZERO:
-            break
-        # An entry may move to the gap if that is not before the place where it belongs.
-        behind_home = at - home(table, entry >> _HALF)
-        behind_gap = at - gap
-        if behind_home < 0:
-            behind_home += size
-        if behind_gap < 0:
-            behind_gap += size
-        if behind_home >= behind_gap:
-            table[gap] = entry
-            gap = at
-    table[gap] = _ZERO
+    bucket = home(table, tag)
+    place = place_of(table, bucket, gone)
+    while place < 0:
+        bucket = next_bucket(table, bucket)
+        place = place_of(table, bucket, gone)
+    full = is_full(table, bucket)
+    table[bucket, place] = _ZERO
+    if full:
+        refill(table, bucket, place)
+
+
+def _refill(table: Table, bucket: Int, place: Int) -> None:
+    """``place`` is empty in ``bucket``, which was full: what had to go on for that comes back, as far as there is any.
+
+    That empties a place further on, which is filled likewise.
+    """
+    buckets = table.shape[0]
+    at, full = bucket, True
+    while full:
+        at = next_bucket(table, at)
+        full = is_full(table, at)
+        for i in range(_WIDTH):
+            entry = table[at, i]
+            # It may move back if its home is not behind the bucket with the empty place.
+            behind_home = (at - home(table, entry >> _HALF)) % buckets
+            if entry != _ZERO and behind_home >= (at - bucket) % buckets:
+                table[bucket, place] = entry
+                table[at, i] = _ZERO
+                bucket, place = at, i
+                break
 
 
 home = inlined(_home)
+next_bucket = inlined(_next_bucket)
 find = inlined(_find)
 fetch = inlined(_fetch)
+place_of = inlined(_place_of)
+is_full = inlined(_is_full)
 insert = inlined(_insert)
+refill = jit(_refill)
 delete = inlined(_delete)

@@ -112,6 +112,8 @@ class Populator:
                     raise
                 # Before 5.14, and in some sandboxes, the kernel has no such advice.
                 self._advise = False
+        if not self._region.created_here:
+            raise OSError(errno.EINVAL, "this kernel lacks MADV_POPULATE_WRITE")
         # The file gets its pages, whose first touch then only zeroes and maps them. Nothing is written to them: a
         # write could undo one of a process that uses the region, and ends in a signal where there is no memory.
         os.posix_fallocate(self._region.handle.fd, start, nbytes)
@@ -119,10 +121,11 @@ class Populator:
     def _give_up(self, error: str) -> None:
         self.error = error
         _logger.warning(
-            "the host region is populated up to byte %d of %d and no further (%s): the host cache uses that much",
+            "the host region is populated up to byte %d of %d and no further (%s): %s",
             self.ready_bytes,
             self._region.size,
             error,
+            "the host cache uses that much" if self._region.created_here else "the first copies beyond are slower",
         )
 
     def _log_end(self) -> None:

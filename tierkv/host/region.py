@@ -147,17 +147,27 @@ class Region:
             )
         return cls(fd, handle, owner=False)
 
-    def populate(self, on_ready: Callable[[int], object], *, piece_bytes: int = PIECE_BYTES) -> Populator:
-        """Make the pages present in the background, from byte 0 on; ``close`` ends that. Once, by the creator.
+    def populate(
+        self, on_ready: Callable[[int], object] = lambda _: None, *, piece_bytes: int = PIECE_BYTES
+    ) -> Populator:
+        """Make the pages present in the background, from byte 0 on, and map them here; ``close`` ends that. Once.
+
+        A process other than the creator does so for its own mapping: a page that another process has made present
+        still costs a fault at the first touch here, half of what the copy into it costs.
 
         Args:
             on_ready: called on the populating thread after each piece, with the number of bytes that are present by
                 then. ``close`` must not be called under a lock that it takes.
             piece_bytes: a multiple of the page size.
         """
-        assert self._fd >= 0 and self._populator is None, "populated by the creator, once"
+        assert self._populator is None, "populated once"
         self._populator = Populator(self, on_ready, piece_bytes=piece_bytes)
         return self._populator
+
+    @property
+    def created_here(self) -> bool:
+        """Whether this is the creator's mapping, and still open."""
+        return self._fd >= 0
 
     def huge_bytes(self) -> int:
         """How many bytes are mapped by huge pages in this process now. The kernel walks the mapping for it."""

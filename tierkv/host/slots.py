@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.host.index import NONE, Table, delete, fetch, find, insert, make_table
+from tierkv.host.index import NONE, Table, Word, Words, delete, fetch, find, insert, make_table
 from tierkv.host.jit import Int, inlined, jit
 from tierkv.host.lists import NEWEST, Ends, make_ends, push, unlink
 from tierkv.host.slabs import SlabPlan
@@ -32,7 +32,7 @@ EVICTABLE, PINNED = 5, 6
 CLASS, USED, BUSY, DRAINING = 0, 1, 2, 3
 
 #: Keys whose place in the table is fetched ahead of their probes.
-AHEAD = 32
+AHEAD = 64
 
 #: A verdict on a chunk: it does not count as being here as long as it is being written.
 NOT_WRITING = -3
@@ -140,6 +140,24 @@ def _become_free(s: State, slot: Int) -> None:
         size_class = s.slabs[CLASS, slab]
         push(s.free, s.records["older"], s.records["newer"], size_class, slot)
         s.counts[size_class, FREE] += 1
+
+
+def _next_slot(previous: Int, slot: Int) -> Int:
+    """Where the next chunk of a prompt is if ``slot`` is next to that of the chunk before it; else -1.
+
+    Chunks that were stored together mostly lie side by side, up or down. Where they do, the table is not needed.
+    """
+    step = slot - previous
+    return slot + step if step == 1 or step == -1 else NONE
+
+
+def _holds(words0: Words, words1: Words, states: npt.NDArray[np.uint8], slot: Int, word0: Word, word1: Word) -> bool:
+    """Whether the chunk of a key is in ``slot``, which may be none."""
+    if slot < 0 or slot >= words0.shape[0]:
+        return False
+    return (
+        words0[slot] == word0 and words1[slot] == word1 and (states[slot] == READY or states[slot] == WRITING)
+    )
 
 
 def _take(s: State, keys: Keys, owners: npt.NDArray[np.uint16], size_class: Int, out: Offsets) -> Int:
@@ -364,11 +382,9 @@ def _gap(
     pins, states = s.records["pins"], s.records["state"]
     out[0] = first - 1 if backward else last
     out[1] = 0
+    fetched, likely, previous = 0, NONE, NONE
     for step in range(last - first):
         i = last - 1 - step if backward else first + step
-        if step % AHEAD == 0:
-            for ahead in range(step, min(step + AHEAD, last - first)):
-                s.fetched[0] ^= fetch(table, keys[last - 1 - ahead if backward else first + ahead, 0])
         if verdicts[i] >= 0:
             continue
         slot = held[i]
@@ -377,7 +393,14 @@ def _gap(
             out[1] -= 1
             held[i] = slot = NONE
         if slot < 0:
-            slot = find(table, words0, words1, keys[i, 0], keys[i, 1])
+            if holds(words0, words1, states, likely, keys[i, 0], keys[i, 1]):
+                slot = likely
+            else:
+                if step >= fetched:
+                    fetched = min(step + AHEAD, last - first)
+                    for ahead in range(step, fetched):
+                        s.fetched[0] ^= fetch(table, keys[last - 1 - ahead if backward else first + ahead, 0])
+                slot = find(table, words0, words1, keys[i, 0], keys[i, 1])
             if slot < 0 or (states[slot] == WRITING and verdicts[i] == NOT_WRITING):
                 out[0] = i
                 break
@@ -387,6 +410,8 @@ def _gap(
         elif states[slot] == WRITING and verdicts[i] == NOT_WRITING:
             out[0] = i
             break
+        likely = next_slot(previous, slot)
+        previous = slot
 
 
 def _hold(s: State, keys: Keys, held: Offsets, first: Int, last: Int, missing: Offsets, out: Offsets) -> None:
@@ -438,6 +463,8 @@ unpin_once = inlined(_unpin_once)
 pin_once = inlined(_pin_once)
 assign = jit(_assign)
 drain = jit(_drain)
+next_slot = inlined(_next_slot)
+holds = inlined(_holds)
 take = jit(_take)
 evict = jit(_evict)
 pin = jit(_pin)

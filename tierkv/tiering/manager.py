@@ -212,7 +212,6 @@ class TieringManager:
             if hit is None:
                 hit = self._hits[request_id] = Hit(query, self._useful_limit(query))
                 self.metrics.add("lookups")
-                self._wake.set()  # it has deadlines from now on
             elif not hit.query.same_as(query):
                 self._let_go(hit)
                 hit.restart(query, self._useful_limit(query))
@@ -418,9 +417,10 @@ class TieringManager:
                 self._note_pins(hit, found.pinned * int(self._slot_bytes[n]))
                 return found.chunk if found.chunk >= want.first else None
             first, step = want.first, FIRST_CHUNKS
-            while first < want.last:  # piece by piece, so that no more is converted than is looked at
-                last = min(first + step, want.last)
-                found = self._cache.first_gap(chunks.upto(last).keys, held, verdicts, first, last)
+            while first < want.last:  # piece by piece, so that not much more is converted than is looked at
+                known = chunks.upto(min(first + step, want.last))
+                last = min(len(known), want.last)
+                found = self._cache.first_gap(known.keys, held, verdicts, first, last)
                 self._note_pins(hit, found.pinned * int(self._slot_bytes[n]))
                 if found.chunk < last:
                     return found.chunk
@@ -659,7 +659,7 @@ class TieringManager:
 
     def _run(self) -> None:
         while not self._closing:
-            self._wake.wait(POLL_S if len(self._jobs) else EXPIRY_S if self._hits else None)
+            self._wake.wait(POLL_S if len(self._jobs) else EXPIRY_S)
             self._wake.clear()
             now = time.monotonic()
             with self._lock:
