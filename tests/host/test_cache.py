@@ -54,8 +54,8 @@ def test_empty_batches_do_nothing() -> None:
     for call in (cache.abort, cache.pin, cache.unpin, cache.touch, cache.forget, cache.offset, cache.checksums):
         call(none)
     assert cache.hold(nothing.keys, none, 0, 0).missing.shape == (0,) and cache.let_go(none) == 0
-    assert cache.first_gap(nothing.keys, none, verdicts, 0, 0) == (0, 0)
-    assert cache.last_gap(nothing.keys, none, verdicts, 0, 0) == (-1, 0)
+    assert cache.first_gap(nothing.keys, none, verdicts, 0, 0) == (0, 0, 0)
+    assert cache.last_gap(nothing.keys, none, verdicts, 0, 0) == (-1, 0, 0)
     assert cache.room(np.zeros(0, np.int32))
     cache.clear()
     assert cache.free == 2
@@ -309,14 +309,14 @@ def test_what_is_passed_on_the_way_to_a_gap_is_held() -> None:
     batch = chunks(*range(4))
     slots = put(cache, batch.slice(0, 3))
     held, verdicts = np.full(4, -1, np.int64), np.array([-1, 0, -1, -1], np.int16)
-    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (3, 2)
+    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (3, 2, 1)
     assert held.tolist() == [slots[0], -1, slots[2], -1] and cache.pinned == 2
-    assert cache.last_gap(batch.keys, held, verdicts, 0, 3) == (-1, 0)  # no second pins
+    assert cache.last_gap(batch.keys, held, verdicts, 0, 3) == (-1, 0, 1)  # no second pins
     cache.forget(slots[[0]])  # dead, and not here anew
-    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (0, -1)
+    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (0, -1, 0)
     assert held.tolist() == [-1, -1, slots[2], -1]
     again = put(cache, batch.slice(0, 1))
-    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (3, 1)
+    assert cache.first_gap(batch.keys, held, verdicts, 0, 4) == (3, 1, 1)
     assert held.tolist() == [again[0], -1, slots[2], -1]
 
 

@@ -320,9 +320,11 @@ class HostCacheMachine(RuleBasedStateMachine):
         holder, (first, last) = self.holders[number], part
         states, where = self.states_of(holder.space), self.indexed()
         former, expected = holder.held.tolist(), holder.held.tolist()
+        coming = 0
         gap = first - 1 if backward else last
         for n in reversed(range(first, last)) if backward else range(first, last):
             if verdicts[n] >= 0:
+                coming += 1
                 continue
             if expected[n] >= 0 and self.used[expected[n]].state == "dead":
                 expected[n] = -1
@@ -330,12 +332,13 @@ class HostCacheMachine(RuleBasedStateMachine):
                 gap = n
                 break
             expected[n] = where[holder.space, n]
+            coming += states[n] == WRITING
         look = self.cache.last_gap if backward else self.cache.first_gap
         keys = self.batch(holder.space, range(NUM_NAMES)).keys
         got = look(keys, holder.held, np.array(verdicts, np.int16), first, last)
         assert got.chunk == gap and holder.held.tolist() == expected
         pins = [sum(slot >= 0 for slot in held) for held in (former, expected)]
-        assert got.pinned == pins[1] - pins[0]
+        assert got.pinned == pins[1] - pins[0] and got.coming == coming
         self.hold_instead(former, expected)
 
     # ── what is always so ────────────────────────────────────────────────────────────────────────────────────────────

@@ -71,11 +71,15 @@ class Reservation(NamedTuple):
     evicted: Keys
 
 
-class Gap(NamedTuple):
-    """chunk: the one that cannot be counted on. pinned: how many pins more are held than before."""
+class FoundGap(NamedTuple):
+    """chunk: the one that cannot be counted on. pinned: how many pins more are held than before.
+
+    coming: how many of the chunks that were passed are not READY: somebody else has them, or they are being written.
+    """
 
     chunk: int
     pinned: int
+    coming: int
 
 
 class Holding(NamedTuple):
@@ -164,7 +168,7 @@ class HostCache:
         kernels.leading(self._state, _as_keys(keys), counts)
         return int(counts[0]), int(counts[1])
 
-    def first_gap(self, keys: Keys, held: Offsets, verdicts: npt.NDArray[np.int16], first: int, last: int) -> Gap:
+    def first_gap(self, keys: Keys, held: Offsets, verdicts: npt.NDArray[np.int16], first: int, last: int) -> FoundGap:
         """The first of the chunks ``first`` to ``last`` - 1 that cannot be counted on; ``last`` if all can.
 
         One can, if its verdict is 0 or more (somebody else has it), or it is READY, or it is WRITING and its verdict is
@@ -175,16 +179,16 @@ class HostCache:
         """
         return self._gap(keys, held, verdicts, first, last, False)
 
-    def last_gap(self, keys: Keys, held: Offsets, verdicts: npt.NDArray[np.int16], first: int, last: int) -> Gap:
+    def last_gap(self, keys: Keys, held: Offsets, verdicts: npt.NDArray[np.int16], first: int, last: int) -> FoundGap:
         """As ``first_gap``, from the end: the last chunk that cannot be counted on, ``first`` - 1 if all can."""
         return self._gap(keys, held, verdicts, first, last, True)
 
     def _gap(
         self, keys: Keys, held: Offsets, verdicts: npt.NDArray[np.int16], first: int, last: int, backward: bool
-    ) -> Gap:
-        found = np.empty(2, np.int64)
+    ) -> FoundGap:
+        found = np.empty(3, np.int64)
         kernels.gap(self._state, _as_keys(keys), held, verdicts, first, last, backward, found)
-        return Gap(int(found[0]), int(found[1]))
+        return FoundGap(*found.tolist())
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -425,10 +429,9 @@ class HostCache:
         if self._heads is None:
             self._heads = np.zeros((self.num_slots, size), np.uint8)
         assert self._heads.shape[1] == size, "all hashes of one cache have one length"
-        if size % 8 == 0 and hashes.flags.c_contiguous:  # by words, which is quicker
-            self._heads.view(np.uint64)[slots] = hashes.view(np.uint64)[:, : size // 8]
-        else:
-            self._heads[slots] = hashes[:, :size]
+        if size:
+            whole = f"V{size}"  # as items of that size, which is quicker than by bytes
+            self._heads.view(whole)[slots, 0] = hashes[:, :size].view(whole)[:, 0]
 
     # ── inside: room ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.host.index import NONE, Table, Words, delete, find, insert, make_table
-from tierkv.host.jit import Int, inlined, jit
+from tierkv.host.jit import Int, inlined
 from tierkv.host.lists import NEWEST, OLDEST, Ends, Links, make_ends, push, unlink
 
 
@@ -65,10 +65,11 @@ def _remove_ghost(g: Ghosts, ghost: Int, class_bytes: npt.NDArray[np.int64]) -> 
 
 
 def _add_ghost(g: Ghosts, which: Int, word1: np.uint64, size_class: Int, class_bytes: npt.NDArray[np.int64]) -> bool:
-    """Remember an evicted chunk as the newest of a list; False if there is no place, or its like is there already."""
+    """Remember an evicted chunk, which is no ghost, as the newest of a list; False if there is no place.
+
+    Of two keys that share the second word both may be ghosts; either is taken for the other, and then for itself.
+    """
     free = g.ends.shape[0] - 1
-    if find(g.table, g.word, g.word, word1, word1) >= 0:
-        return False
     ghost = np.int64(g.ends[free, NEWEST])
     if ghost >= 0:
         unlink(g.ends, g.older, g.newer, free, ghost)
@@ -94,6 +95,6 @@ def _oldest_ghost(g: Ghosts, which: Int) -> Int:
 
 find_ghost = inlined(_find_ghost)
 ghost_list = inlined(_ghost_list)
-remove_ghost = jit(_remove_ghost)
-add_ghost = jit(_add_ghost)
+remove_ghost = inlined(_remove_ghost)
+add_ghost = inlined(_add_ghost)
 oldest_ghost = inlined(_oldest_ghost)

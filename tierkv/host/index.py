@@ -87,8 +87,18 @@ def _fetch(table: Table, word0: Word) -> Word:
     return table[home(table, word0 >> _HALF), 0]
 
 
+def _fetch_next(table: Table, word0: Word) -> Word:
+    """After ``fetch``: an entry from the bucket behind that if the first one is full, so that a probe may go on there.
+
+    Places are taken from the last one on: a bucket whose first one is taken is mostly full.
+    """
+    bucket = home(table, word0 >> _HALF)
+    behind = bucket + (table[bucket, 0] != _ZERO)
+    return table[0 if behind == table.shape[0] else behind, 0]
+
+
 def _place_of(table: Table, bucket: Int, entry: Word) -> Int:
-    """Where in ``bucket`` an entry is, or -1; one of them if it is there several times."""
+    """Where in ``bucket`` an entry is, or -1; the last place if it is there several times."""
     place = -1
     for i in range(_WIDTH):
         if table[bucket, i] == entry:
@@ -154,6 +164,7 @@ home = inlined(_home)
 next_bucket = inlined(_next_bucket)
 find = inlined(_find)
 fetch = inlined(_fetch)
+fetch_next = inlined(_fetch_next)
 place_of = inlined(_place_of)
 is_full = inlined(_is_full)
 insert = inlined(_insert)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.host.index import NONE, Table, Word, Words, delete, fetch, find, insert, make_table
+from tierkv.host.index import NONE, Table, Word, Words, delete, fetch, fetch_next, find, insert, make_table
 from tierkv.host.jit import Int, inlined, jit
 from tierkv.host.lists import NEWEST, Ends, make_ends, push, unlink
 from tierkv.host.slabs import SlabPlan
@@ -142,6 +142,26 @@ def _become_free(s: State, slot: Int) -> None:
         s.counts[size_class, FREE] += 1
 
 
+def _fetch_keys(s: State, keys: Keys, first: Int, last: Int) -> None:
+    """Have the processor get what a probe of the keys ``first`` to ``last`` - 1 will look at in the table."""
+    fetched = np.uint64(0)
+    for i in range(first, last):
+        fetched ^= fetch(s.table, keys[i, 0])
+    for i in range(first, last):
+        fetched ^= fetch_next(s.table, keys[i, 0])
+    s.fetched[0] = fetched
+
+
+def _fetch_slots(s: State, table: Table, words: Words, slots: Offsets, first: Int, last: Int) -> None:
+    """As ``fetch_keys``, in ``table``, for the slots at ``first`` to ``last`` - 1 of ``slots``; by ``words`` of these."""
+    fetched = np.uint64(0)
+    for i in range(first, last):
+        fetched ^= fetch(table, words[slots[i]])
+    for i in range(first, last):
+        fetched ^= fetch_next(table, words[slots[i]])
+    s.fetched[0] = fetched
+
+
 def _next_slot(previous: Int, slot: Int) -> Int:
     """Where the next chunk of a prompt is if ``slot`` is next to that of the chunk before it; else -1.
 
@@ -176,8 +196,7 @@ def _take(s: State, keys: Keys, owners: npt.NDArray[np.uint16], size_class: Int,
     done, taken = keys.shape[0], 0
     for i in range(keys.shape[0]):
         if i % AHEAD == 0:
-            for j in range(i, min(i + AHEAD, keys.shape[0])):
-                s.fetched[0] ^= fetch(table, keys[j, 0])
+            fetch_keys(s, keys, i, min(i + AHEAD, keys.shape[0]))
         if find(table, words0, words1, keys[i, 0], keys[i, 1]) >= 0:
             continue
         slot = np.int64(free[size_class, NEWEST])
@@ -209,8 +228,7 @@ def _evict(s: State, slots: Offsets, keys: Keys) -> None:
     older, newer = s.records["older"], s.records["newer"]
     for i in range(slots.shape[0]):
         if i % AHEAD == 0:
-            for j in range(i, min(i + AHEAD, slots.shape[0])):
-                s.fetched[0] ^= fetch(table, words0[slots[j]])
+            fetch_slots(s, table, words0, slots, i, min(i + AHEAD, slots.shape[0]))
         slot = slots[i]
         assert states[slot] == READY and pins[slot] == 0, "a pinned slot is never freed"
         word0 = words0[slot]
@@ -339,8 +357,7 @@ def _locate(s: State, keys: Keys, slots: Offsets, states: npt.NDArray[np.uint8])
     table, words0, words1, state_of = s.table, s.records["word0"], s.records["word1"], s.records["state"]
     for i in range(keys.shape[0]):
         if i % AHEAD == 0:
-            for j in range(i, min(i + AHEAD, keys.shape[0])):
-                s.fetched[0] ^= fetch(table, keys[j, 0])
+            fetch_keys(s, keys, i, min(i + AHEAD, keys.shape[0]))
         slot = find(table, words0, words1, keys[i, 0], keys[i, 1])
         slots[i] = slot
         states[i] = FREE if slot < 0 else state_of[slot]
@@ -375,17 +392,18 @@ def _gap(
 
     With ``backward`` the last such chunk, ``first`` - 1 if there is none. A chunk can be counted on if its verdict says
     that a tier has it, or it is here: ready, or being written and no verdict against that. ``held`` as in ``_hold``;
-    ``out`` receives the chunk, and how many pins more are held now.
+    ``out`` receives the chunk, how many pins more are held now, and how many chunks that were passed are not ready.
     """
     table, slabs, counts, per_slab = s.table, s.slabs, s.counts, s.shape[0]
     words0, words1 = s.records["word0"], s.records["word1"]
     pins, states = s.records["pins"], s.records["state"]
     out[0] = first - 1 if backward else last
-    out[1] = 0
+    out[1] = out[2] = 0
     fetched, likely, previous = 0, NONE, NONE
     for step in range(last - first):
         i = last - 1 - step if backward else first + step
         if verdicts[i] >= 0:
+            out[2] += 1
             continue
         slot = held[i]
         if slot >= 0 and states[slot] != READY and states[slot] != WRITING:  # dead meanwhile, and perhaps here anew
@@ -398,8 +416,10 @@ def _gap(
             else:
                 if step >= fetched:
                     fetched = min(step + AHEAD, last - first)
-                    for ahead in range(step, fetched):
-                        s.fetched[0] ^= fetch(table, keys[last - 1 - ahead if backward else first + ahead, 0])
+                    if backward:
+                        fetch_keys(s, keys, last - fetched, last - step)
+                    else:
+                        fetch_keys(s, keys, first + step, first + fetched)
                 slot = find(table, words0, words1, keys[i, 0], keys[i, 1])
             if slot < 0 or (states[slot] == WRITING and verdicts[i] == NOT_WRITING):
                 out[0] = i
@@ -410,6 +430,7 @@ def _gap(
         elif states[slot] == WRITING and verdicts[i] == NOT_WRITING:
             out[0] = i
             break
+        out[2] += states[slot] == WRITING
         likely = next_slot(previous, slot)
         previous = slot
 
@@ -463,6 +484,8 @@ unpin_once = inlined(_unpin_once)
 pin_once = inlined(_pin_once)
 assign = jit(_assign)
 drain = jit(_drain)
+fetch_keys = inlined(_fetch_keys)
+fetch_slots = inlined(_fetch_slots)
 next_slot = inlined(_next_slot)
 holds = inlined(_holds)
 take = jit(_take)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tierkv.config import CacheConfig
 from tierkv.events import Trace
-from tierkv.host.cache import ABSENT, READY, WRITING, HostCache
+from tierkv.host.cache import ABSENT, READY, WRITING, FoundGap, HostCache
 from tierkv.host.slabs import slot_bytes
 from tierkv.keys import FIRST_GENERATION, new_generation
 from tierkv.layout.spec import ModelSpec
@@ -374,10 +374,14 @@ class TieringManager:
             self._give_up_late_jobs(now)
             self._stop_waiting(hit)
         while True:
+            held_before, hit.coming = hit.nbytes, 0
             boundary = best_boundary(self._groups, self._gaps_of(hit), hit.query.local, hit.limit, self._align)
             if self._ask_tiers(hit, boundary.whole, boundary.gaps, now):
                 return None
             hit.ranges = [needed(group, hit.query.local, boundary.tokens) for group in self._groups]
+            if not (held_before or boundary.gaps or hit.coming):  # all of it was here, and was pinned as it was found
+                writing = 0
+                break
             missing, writing = self._hold(hit)
             if not any(map(len, missing)):
                 break
@@ -414,20 +418,24 @@ class TieringManager:
             chunks, held, verdicts = hit.query.chunks[n], hit.held[n], hit.verdicts[n]
             if self._groups[n].window:
                 found = self._cache.last_gap(chunks.upto(want.last).keys, held, verdicts, want.first, want.last)
-                self._note_pins(hit, found.pinned * int(self._slot_bytes[n]))
+                self._note_found(hit, n, found)
                 return found.chunk if found.chunk >= want.first else None
             first, step = want.first, FIRST_CHUNKS
             while first < want.last:  # piece by piece, so that not much more is converted than is looked at
                 known = chunks.upto(min(first + step, want.last))
                 last = min(len(known), want.last)
                 found = self._cache.first_gap(known.keys, held, verdicts, first, last)
-                self._note_pins(hit, found.pinned * int(self._slot_bytes[n]))
+                self._note_found(hit, n, found)
                 if found.chunk < last:
                     return found.chunk
                 first, step = last, 2 * step
             return None
 
         return gap
+
+    def _note_found(self, hit: Hit, n: int, found: FoundGap) -> None:
+        hit.coming += found.coming
+        self._note_pins(hit, found.pinned * int(self._slot_bytes[n]))
 
     def _ask_tiers(self, hit: Hit, whole: int, gaps: Sequence[tuple[int, int]], now: float) -> bool:
         """Ask the tiers about what keeps the boundary from being larger and is not known; whether they were asked.

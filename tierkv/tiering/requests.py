@@ -51,6 +51,7 @@ class Hit:
     verdicts: per group, what the tiers said of each chunk; a chunk that this request has had promoted is
         NOWHERE from then on, so that each is read at most once per request.
     held: per group, the slot of each chunk that this request has pinned, or -1. nbytes: of these chunks together.
+    coming: how many chunks of the prefix that was found last are not READY in the host cache.
     origins: per group, the number of the tier that this request had a chunk promoted from, or NOWHERE.
     limit: the largest boundary that is aimed at: smaller than asked for, once not all fits.
     asked_at: when the engine has last asked.
@@ -67,6 +68,7 @@ class Hit:
     held: list[Offsets] = field(default_factory=list)
     origins: list[Verdicts] = field(default_factory=list)
     nbytes: int = 0
+    coming: int = 0
     asked_at: float = 0.0
     question: Question | None = None
     load_deadline: float | None = None

@@ -211,7 +211,7 @@ def _arc_next(records: Records, cursors: Links, which: Int, size_class: Int, now
 
 arc_push = inlined(_arc_push)
 arc_unlink = inlined(_arc_unlink)
-arc_bound_ghosts = jit(_arc_bound_ghosts)
+arc_bound_ghosts = inlined(_arc_bound_ghosts)
 arc_insert = jit(_arc_insert)
 arc_access = jit(_arc_access)
 arc_remove = jit(_arc_remove)

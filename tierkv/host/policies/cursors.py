@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.host.ghosts import Ghosts
-from tierkv.host.index import NONE, fetch
+from tierkv.host.index import NONE
 from tierkv.host.jit import Int, inlined
 from tierkv.host.lists import Links
-from tierkv.host.slots import Records, State
+from tierkv.host.slots import Records, State, fetch_slots
 from tierkv.types import Offsets
 
 
@@ -45,9 +45,7 @@ def _next_oldest(records: Records, cursors: Links, first: Int, step: Int, size_c
 
 def _fetch_ghosts(s: State, g: Ghosts, slots: Offsets) -> None:
     """Have the processor get where the ghosts of the chunks in ``slots`` are, or will be: see ``fetch``."""
-    words1 = s.records["word1"]
-    for i in range(slots.shape[0]):
-        s.fetched[0] ^= fetch(g.table, words1[slots[i]])
+    fetch_slots(s, g.table, s.records["word1"], slots, 0, slots.shape[0])
 
 
 peek_oldest = inlined(_peek_oldest)
