@@ -64,10 +64,12 @@ def _find(table: Table, words0: Words, words1: Words, word0: Word, word1: Word) 
     tag = word0 >> _HALF
     bucket = home(table, tag)
     while True:
-        place = -1
+        place, empty = -1, 0
         for i in range(_WIDTH):
-            if table[bucket, i] >> _HALF == tag:
+            entry = table[bucket, i]
+            if entry >> _HALF == tag:
                 place = i
+            empty += entry == _ZERO  # counted: of a search the compiler would make branches
         if place >= 0:
             number = np.int64(table[bucket, place] & _LOW) - 1
             if number >= 0 and words0[number] == word0 and words1[number] == word1:
@@ -76,7 +78,7 @@ def _find(table: Table, words0: Words, words1: Words, word0: Word, word1: Word) 
                 number = np.int64(table[bucket, i] & _LOW) - 1
                 if number >= 0 and words0[number] == word0 and words1[number] == word1:
                     return number
-        if not is_full(table, bucket):
+        if empty > 0:
             return NONE
         bucket = next_bucket(table, bucket)
 
@@ -97,17 +99,8 @@ def _fetch_next(table: Table, word0: Word) -> Word:
     return table[0 if behind == table.shape[0] else behind, 0]
 
 
-def _place_of(table: Table, bucket: Int, entry: Word) -> Int:
-    """Where in ``bucket`` an entry is, or -1; the last place if it is there several times."""
-    place = -1
-    for i in range(_WIDTH):
-        if table[bucket, i] == entry:
-            place = i
-    return place
-
-
 def _is_full(table: Table, bucket: Int) -> bool:
-    empty = 0  # counted, since the compiler makes branches of a search
+    empty = 0
     for i in range(_WIDTH):
         empty += table[bucket, i] == _ZERO
     return empty == 0
@@ -117,11 +110,36 @@ def _insert(table: Table, word0: Word, number: Int) -> None:
     """Add a key that is not there. ``word0``: its first word."""
     tag = word0 >> _HALF
     bucket = home(table, tag)
-    place = place_of(table, bucket, _ZERO)
-    while place < 0:
+    while True:
+        place = -1
+        for i in range(_WIDTH):
+            if table[bucket, i] == _ZERO:
+                place = i
+        if place >= 0:
+            break
         bucket = next_bucket(table, bucket)
-        place = place_of(table, bucket, _ZERO)
     table[bucket, place] = (tag << _HALF) | np.uint64(number + 1)
+
+
+def _add(table: Table, words0: Words, words1: Words, word0: Word, word1: Word, number: Int) -> Int:
+    """As ``find``; a key that is not there is added, with ``number``. The number of the key."""
+    tag = word0 >> _HALF
+    bucket = home(table, tag)
+    while True:
+        place, alike = -1, 0
+        for i in range(_WIDTH):
+            entry = table[bucket, i]
+            if entry == _ZERO:
+                place = i
+            alike += entry >> _HALF == tag
+        if alike > 0:
+            known = find(table, words0, words1, word0, word1)
+            if known >= 0:
+                return known
+        if place >= 0:
+            table[bucket, place] = (tag << _HALF) | np.uint64(number + 1)
+            return number
+        bucket = next_bucket(table, bucket)
 
 
 def _delete(table: Table, word0: Word, number: Int) -> None:
@@ -129,13 +147,18 @@ def _delete(table: Table, word0: Word, number: Int) -> None:
     tag = word0 >> _HALF
     gone = (tag << _HALF) | np.uint64(number + 1)
     bucket = home(table, tag)
-    place = place_of(table, bucket, gone)
-    while place < 0:
+    while True:
+        place, empty = -1, 0
+        for i in range(_WIDTH):
+            entry = table[bucket, i]
+            if entry == gone:
+                place = i
+            empty += entry == _ZERO
+        if place >= 0:
+            break
         bucket = next_bucket(table, bucket)
-        place = place_of(table, bucket, gone)
-    full = is_full(table, bucket)
     table[bucket, place] = _ZERO
-    if full:
+    if empty == 0:
         refill(table, bucket, place)
 
 
@@ -165,8 +188,8 @@ next_bucket = inlined(_next_bucket)
 find = inlined(_find)
 fetch = inlined(_fetch)
 fetch_next = inlined(_fetch_next)
-place_of = inlined(_place_of)
 is_full = inlined(_is_full)
 insert = inlined(_insert)
+add = inlined(_add)
 refill = jit(_refill)
 delete = inlined(_delete)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.host.index import NONE, Table, Word, Words, delete, fetch, fetch_next, find, insert, make_table
+from tierkv.host.index import NONE, Table, Word, Words, add, delete, fetch, fetch_next, find, make_table
 from tierkv.host.jit import Int, inlined, jit
 from tierkv.host.lists import NEWEST, Ends, make_ends, push, unlink
 from tierkv.host.slabs import SlabPlan
@@ -197,19 +197,20 @@ def _take(s: State, keys: Keys, owners: npt.NDArray[np.uint16], size_class: Int,
     for i in range(keys.shape[0]):
         if i % AHEAD == 0:
             fetch_keys(s, keys, i, min(i + AHEAD, keys.shape[0]))
-        if find(table, words0, words1, keys[i, 0], keys[i, 1]) >= 0:
-            continue
         slot = np.int64(free[size_class, NEWEST])
         if slot < 0:
+            if find(table, words0, words1, keys[i, 0], keys[i, 1]) >= 0:
+                continue
             done = i
             break
+        if add(table, words0, words1, keys[i, 0], keys[i, 1], slot) != slot:
+            continue
         unlink(free, older, newer, size_class, slot)
         words0[slot] = keys[i, 0]
         words1[slot] = keys[i, 1]
         pins[slot] = 1
         owner[slot] = owners[i]
         states[slot] = WRITING
-        insert(table, keys[i, 0], slot)
         slab = slot // per_slab
         slabs[USED, slab] += 1
         slabs[BUSY, slab] += 1
