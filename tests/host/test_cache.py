@@ -304,6 +304,41 @@ def test_the_gaps_of_what_can_be_counted_on() -> None:
     assert first_gap(0, 2) == 2 and last_gap(3, 4) == 2
 
 
+@pytest.mark.parametrize("gone", ["dead", "free"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_slot_that_still_has_the_key_is_no_hit(gone: str, backward: bool) -> None:
+    """Chunks that lie side by side are found by that; a slot in between whose chunk has left the index is passed by."""
+    cache = cache_of(8)
+    batch = chunks(*range(5))
+    slots = put(cache, batch)
+    assert abs(np.diff(slots)).tolist() == [1, 1, 1, 1]
+    lost = slots[[1 if backward else 3]]
+    if gone == "dead":
+        cache.pin(lost)
+    cache.forget(lost)
+    held, verdicts = np.full(5, -1, np.int64), np.full(5, -1, np.int16)
+    look = cache.last_gap if backward else cache.first_gap
+    assert look(batch.keys, held, verdicts, 0, 5).chunk == (1 if backward else 3)
+    again = put(cache, batch.slice(1, 2) if backward else batch.slice(3, 4))
+    found = look(batch.keys, held, verdicts, 0, 5)
+    assert found == (-1 if backward else 5, 2, 0) and held[1 if backward else 3] == again[0]
+
+
+@pytest.mark.parametrize("half", [0, 8])
+def test_the_next_slot_may_hold_a_chunk_whose_key_is_half_the_same(half: int) -> None:
+    cache = cache_of(8)
+
+    def batch(*tails: bytes) -> Chunks:
+        return key_tools.make_chunks(SPACE, 0, [bytes(16) + tail for tail in tails])
+
+    first, second, third = (bytes([number]) * 16 for number in (1, 2, 3))
+    like_third = third[:half] + bytes([4]) * 8 + third[half + 8 :]
+    slots = put(cache, batch(first, second, third))
+    assert abs(np.diff(slots)).tolist() == [1, 1]
+    held, verdicts = np.full(3, -1, np.int64), np.full(3, -1, np.int16)
+    assert cache.first_gap(batch(first, second, like_third).keys, held, verdicts, 0, 3).chunk == 2
+
+
 def test_what_is_passed_on_the_way_to_a_gap_is_held() -> None:
     cache = cache_of(8)
     batch = chunks(*range(4))

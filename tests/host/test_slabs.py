@@ -16,7 +16,7 @@ from tierkv.host.policies.base import Policy
 from tierkv.host.policies.lru import LRUPolicy
 from tierkv.host.policies.s3fifo import S3FIFOPolicy
 from tierkv.host.slabs import SLOT_ALIGNMENT, SlabPlan, plan_slabs, region_size, slot_bytes, smallest_region
-from tierkv.host.slots import READY
+from tierkv.host.slots import READY, make_division, slab_of
 from tierkv.types import Chunks, Offsets
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -32,6 +32,15 @@ def places(plan: SlabPlan, size_class: int, slab: int) -> list[tuple[int, int]]:
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=500, deadline=None)
+@given(divisor=st.integers(1, 2**31 - 1), near=st.integers(0, 2**31 - 1), off=st.sampled_from([-1, 0, 1]))
+def test_slabs_are_found_by_multiplication(divisor: int, near: int, off: int) -> None:
+    division = make_division(divisor)
+    for slot in (near, near // divisor * divisor + off, 2**31 - 1):
+        if 0 <= slot < 2**31:
+            assert slab_of(division, np.int64(slot)) == slot // divisor
 
 
 @settings(max_examples=200, deadline=None)

@@ -69,7 +69,7 @@ def _check_counts(manager: TieringManager) -> None:
     cache = manager._cache
     state, records = cache._state, cache._state.records
     used = np.flatnonzero(records["state"] != FREE)
-    classes = state.slabs[CLASS, np.arange(len(records)) // state.shape[0]]
+    classes = state.slabs[CLASS, np.arange(len(records)) // state.division[0]]
     assert (classes[used] >= 0).all()
     for size_class in range(len(cache.plan.class_bytes)):
         mine = records[(classes == size_class)]

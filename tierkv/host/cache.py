@@ -46,7 +46,19 @@ from tierkv.host.slots import (
     make_state,
 )
 from tierkv.keys import group_mask, make_chunks
-from tierkv.types import DIGEST_BYTES, KEY_BYTES, Checksums, ChunkName, Chunks, Flags, Hashes, Keys, Offsets, Space
+from tierkv.types import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    Checksums,
+    ChunkName,
+    Chunks,
+    Flags,
+    Hashes,
+    Keys,
+    Offsets,
+    Space,
+    every,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +223,7 @@ class HostCache:
                 parts.append(gone)
             evicted = np.concatenate(parts)
         taken = slots >= 0
-        placed = slots if taken.all() else slots[taken]
+        placed = slots if every(taken) else slots[taken]
         self._checksums[placed] = 0
         self._set_heads(placed, chunks.hashes if len(placed) == len(slots) else chunks.hashes[taken])
         return Reservation(slots, evicted)
@@ -225,7 +237,7 @@ class HostCache:
         slots = _as_slots(slots)
         alive = np.zeros(len(slots), np.bool_)
         kernels.end_writing(self._state, slots, True, alive)
-        ready = slots if alive.all() else slots[alive]
+        ready = slots if every(alive) else slots[alive]
         if len(ready):
             self._tell("inserted", ready)
         return alive

@@ -41,7 +41,7 @@ from tierkv.tiering.requests import LATE, NOWHERE, UNKNOWN, Hit, Part, Question,
 from tierkv.tiers.base import Tier
 from tierkv.tiers.lookups import LookupPool
 from tierkv.tiers.throttle import Throttle
-from tierkv.types import Chunks, JobResult, Offsets, Space, key_list
+from tierkv.types import Chunks, JobResult, Offsets, Space, every, key_list
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class TieringManager:
             reserved = self._cache.reserve(chunks if len(fresh) == len(chunks) else chunks.take(fresh))
             self.metrics.add("evictions", len(reserved.evicted))
             slots, placed = reserved.slots, reserved.slots >= 0
-            if not placed.all():
+            if not every(placed):
                 self.metrics.add("stores_no_room", int((~placed).sum()))
                 if not placed.any():
                     return None
@@ -186,7 +186,7 @@ class TieringManager:
         with self._lock:
             if ok:
                 alive = self._cache.commit(ticket.slots)
-                ready = ticket.slots if alive.all() else ticket.slots[alive]
+                ready = ticket.slots if every(alive) else ticket.slots[alive]
                 self.metrics.add("stores", len(ready))
                 self._cascades.add(ready)
             else:

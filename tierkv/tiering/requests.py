@@ -82,15 +82,18 @@ class Hit:
     dirty: bool = True
 
     def __post_init__(self) -> None:
-        self.restart(self.query, self.limit)
+        self._know_nothing(self.query)
+
+    def _know_nothing(self, query: Query) -> None:
+        self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
+        self.origins = [np.full(len(c), NOWHERE, np.int16) for c in query.chunks]
+        self.held = [np.full(len(c), -1, np.int64) for c in query.chunks]
 
     def restart(self, query: Query, limit: int) -> None:
         """Take a new query, keeping what is known of chunks that both have. The caller has let go of what is held."""
         assert self.nbytes == 0
         known = (self.verdicts, self.origins)
-        self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
-        self.origins = [np.full(len(c), NOWHERE, np.int16) for c in query.chunks]
-        self.held = [np.full(len(c), -1, np.int64) for c in query.chunks]
+        self._know_nothing(query)
         if query.space == self.query.space and query.versions == self.query.versions:
             for before, now in zip(known, (self.verdicts, self.origins), strict=True):
                 for old, new in zip(before, now, strict=False):

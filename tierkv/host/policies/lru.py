@@ -8,7 +8,7 @@ from tierkv.host.jit import Int, jit
 from tierkv.host.lists import OLDEST, Ends, Links, make_ends, push, unlink
 from tierkv.host.policies.base import Policy
 from tierkv.host.policies.cursors import next_oldest
-from tierkv.host.slots import CLASS, Records, SlotView, State
+from tierkv.host.slots import CLASS, Records, SlotView, State, slab_of
 from tierkv.types import Offsets
 
 
@@ -46,10 +46,10 @@ class LRUPolicy(Policy):
 def _lru_push(s: State, ends: Ends, slots: Offsets, now: Int, linked: bool) -> None:
     """``slots`` are the newest, the first one newest of all. ``linked``: they are in their lists already."""
     older, newer, stamps = s.records["older"], s.records["newer"], s.records["stamp"]
-    slabs, per_slab = s.slabs, s.shape[0]
+    slabs, division = s.slabs, s.division
     for back in range(slots.shape[0]):
         slot = slots[slots.shape[0] - 1 - back]
-        size_class = slabs[CLASS, slot // per_slab]
+        size_class = slabs[CLASS, slab_of(division, slot)]
         if linked:
             unlink(ends, older, newer, size_class, slot)
         push(ends, older, newer, size_class, slot)
@@ -57,9 +57,9 @@ def _lru_push(s: State, ends: Ends, slots: Offsets, now: Int, linked: bool) -> N
 
 
 def _lru_remove(s: State, ends: Ends, slots: Offsets) -> None:
-    older, newer, slabs, per_slab = s.records["older"], s.records["newer"], s.slabs, s.shape[0]
+    older, newer, slabs, division = s.records["older"], s.records["newer"], s.slabs, s.division
     for i in range(slots.shape[0]):
-        unlink(ends, older, newer, slabs[CLASS, slots[i] // per_slab], slots[i])
+        unlink(ends, older, newer, slabs[CLASS, slab_of(division, slots[i])], slots[i])
 
 
 def _lru_victims(records: Records, cursors: Links, size_class: Int, now: Int, found: Offsets) -> Int:
