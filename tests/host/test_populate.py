@@ -204,6 +204,29 @@ def test_a_kernel_without_the_advice_allocates_and_writes_nothing(
     assert bytes(region.view[PIECE : PIECE + 4]) == b"abc\0"
 
 
+def test_another_mapping_is_populated_for_itself(region: Region) -> None:
+    region.view[:] = (filled := os.urandom(SIZE))
+    with Region.open(region.handle) as second:
+        assert mapped_bytes(second) == 0
+        assert second.populate(piece_bytes=PIECE).wait(60)
+        assert mapped_bytes(second) == SIZE and bytes(second.view) == filled
+
+
+def test_another_mapping_allocates_nothing_without_the_advice(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_old(address: int, size: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(memory, "populate", too_old)
+    with Region.open(region.handle) as second:
+        populator = second.populate(piece_bytes=PIECE)
+        assert populator.wait(60)
+        assert populator.ready_bytes == 0 and "MADV_POPULATE_WRITE" in populator.error
+        assert "the first copies beyond are slower" in caplog.text
+        assert os.fstat(region.handle.fd).st_blocks == 0
+
+
 def test_memory_that_is_not_mapped_is_an_error_with_its_name() -> None:
     with pytest.raises(OSError, match="allocate memory") as error:
         memory.populate(PAGE, PAGE)
