@@ -88,10 +88,12 @@ class Chunks:
     @staticmethod
     def concat(parts: Sequence[Chunks]) -> Chunks:
         """All of ``parts``, which are not empty and share one space, as one batch."""
+        assert parts
+        if len(parts) > 1:
+            assert all(p.space == parts[0].space for p in parts)
+            parts = [p for p in parts if len(p)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
-        assert parts and all(p.space == parts[0].space for p in parts)
-        parts = [p for p in parts if len(p)] or parts[:1]
         return Chunks(
             parts[0].space,
             np.concatenate([p.keys for p in parts]),

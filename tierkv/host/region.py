@@ -153,7 +153,7 @@ class Region:
         """Make the pages present in the background, from byte 0 on, and map them here; ``close`` ends that. Once.
 
         A process other than the creator does so for its own mapping: a page that another process has made present
-        still costs a fault at the first touch here, half of what the copy into it costs.
+        still costs a fault at the first touch here, which takes longer than the copy into it.
 
         Args:
             on_ready: called on the populating thread after each piece, with the number of bytes that are present by
