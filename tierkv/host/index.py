@@ -106,18 +106,23 @@ def _is_full(table: Table, bucket: Int) -> bool:
     return empty == 0
 
 
+def _seek(table: Table, bucket: Int, entry: Word) -> tuple[Int, Int, Int]:
+    """From ``bucket`` on, the bucket and the place of ``entry``, and how many places are empty in that bucket."""
+    while True:
+        place, empty = -1, 0
+        for i in range(_WIDTH):
+            if table[bucket, i] == entry:
+                place = i
+            empty += table[bucket, i] == _ZERO
+        if place >= 0:
+            return bucket, place, empty
+        bucket = next_bucket(table, bucket)
+
+
 def _insert(table: Table, word0: Word, number: Int) -> None:
     """Add a key that is not there. ``word0``: its first word."""
     tag = word0 >> _HALF
-    bucket = home(table, tag)
-    while True:
-        place = -1
-        for i in range(_WIDTH):
-            if table[bucket, i] == _ZERO:
-                place = i
-        if place >= 0:
-            break
-        bucket = next_bucket(table, bucket)
+    bucket, place, _ = seek(table, home(table, tag), _ZERO)
     table[bucket, place] = (tag << _HALF) | np.uint64(number + 1)
 
 
@@ -145,18 +150,7 @@ def _add(table: Table, words0: Words, words1: Words, word0: Word, word1: Word, n
 def _delete(table: Table, word0: Word, number: Int) -> None:
     """Take out the key of ``number``, which is there."""
     tag = word0 >> _HALF
-    gone = (tag << _HALF) | np.uint64(number + 1)
-    bucket = home(table, tag)
-    while True:
-        place, empty = -1, 0
-        for i in range(_WIDTH):
-            entry = table[bucket, i]
-            if entry == gone:
-                place = i
-            empty += entry == _ZERO
-        if place >= 0:
-            break
-        bucket = next_bucket(table, bucket)
+    bucket, place, empty = seek(table, home(table, tag), (tag << _HALF) | np.uint64(number + 1))
     table[bucket, place] = _ZERO
     if empty == 0:
         refill(table, bucket, place)
@@ -189,6 +183,7 @@ find = inlined(_find)
 fetch = inlined(_fetch)
 fetch_next = inlined(_fetch_next)
 is_full = inlined(_is_full)
+seek = inlined(_seek)
 insert = inlined(_insert)
 add = inlined(_add)
 refill = jit(_refill)
