@@ -1,4 +1,4 @@
-"""``tierkv bench``: what tierkv costs the engine's scheduler, alone or beside an installed vLLM's own offloading."""
+"""``tierkv bench``: what tierkv costs the engine, alone or beside an installed vLLM's own offloading."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_JSON_HELP = "one JSON object a line instead of a table"
 
 _INDEX = """\
 Fills a host cache with --chunks chunks of 16 tokens and measures, for each chunk, what lookups, loads and stores that
@@ -19,9 +21,14 @@ Measures the whole life of a chunk through a tier on the scheduler's thread, wha
 than the host, and how long the manager takes in an engine's step while much is being promoted from a slow tier.
 """
 
+_ENGINE = """\
+Runs a small model on a real engine and measures what offloading costs when nothing is used again, and how long the
+steps of a running request take while much is being promoted for others from a slow tier.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine's scheduler")
+    parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine")
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     index = _add(benches, "index", "index and policy of a full host cache", _INDEX, chunks=1_000_000)
     index.add_argument(
@@ -41,21 +48,27 @@ def add_parser(subparsers: Subparsers) -> None:
     index.add_argument("--tiered", action="store_true", help="managers with a tier, too (with --against)")
     index.set_defaults(run=run_index)
     tiering = _add(benches, "tiering", "promotions, cascades and stepping", _TIERING, chunks=65_536)
-    tiering.add_argument(
-        "--promote-bytes",
-        type=_positive,
-        default=1 << 30,
-        metavar="N",
-        help="what is promoted while an engine steps (default: %(default)s)",
-    )
-    tiering.add_argument(
-        "--latency",
-        type=_seconds,
-        default=0.5,
-        metavar="S",
-        help="of the tier meanwhile, in seconds (default: %(default)s)",
-    )
+    _add_promotion(tiering)
     tiering.set_defaults(run=run_tiering)
+    engine = benches.add_parser(
+        "engine",
+        help="what a real engine and its requests notice",
+        description=_ENGINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    engine.add_argument(
+        "--turns",
+        type=_not_negative,
+        default=20,
+        metavar="N",
+        help="turns with and without offload (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--rounds", type=_not_negative, default=5, metavar="N", help="promotions (default: %(default)s)"
+    )
+    _add_promotion(engine)
+    engine.add_argument("--json", action="store_true", help=_JSON_HELP)
+    engine.set_defaults(run=run_engine)
 
 
 def run_index(args: argparse.Namespace) -> int:
@@ -93,6 +106,34 @@ def run_tiering(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_engine(args: argparse.Namespace) -> int:
+    from tierkv.bench import engine
+    from tierkv.bench.report import Report
+
+    options = engine.EngineOptions(
+        turns=args.turns, rounds=args.rounds, promote_bytes=args.promote_bytes, latency_s=args.latency
+    )
+    engine.run(options, Report("engine", args.json))
+    return 0
+
+
+def _add_promotion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--promote-bytes",
+        type=_positive,
+        default=1 << 30,
+        metavar="N",
+        help="what is promoted while an engine steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--latency",
+        type=_seconds,
+        default=0.5,
+        metavar="S",
+        help="of the tier meanwhile, in seconds (default: %(default)s)",
+    )
+
+
 def _add(benches: Subparsers, name: str, short: str, description: str, chunks: int) -> argparse.ArgumentParser:
     """A benchmark's parser, with what all of them have."""
     parser = benches.add_parser(
@@ -117,7 +158,7 @@ def _add(benches: Subparsers, name: str, short: str, description: str, chunks: i
     parser.add_argument(
         "--rounds", type=_positive, default=5, metavar="N", help="turns of each side (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
     return parser
 
 
