@@ -128,6 +128,7 @@ def _measure_steps(options: EngineOptions, folder: str, directory: Path, report:
         "type": "latency",
         "module_path": "tierkv.testing.faults:LatencyTier",
         "inner": {"type": "memory"},
+        "lookup_delay_s": options.latency_s,
         "load_delay_s": options.latency_s,
     }
     cores = tuple(sorted(os.sched_getaffinity(0)))

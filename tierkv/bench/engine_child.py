@@ -114,6 +114,7 @@ class Engine:
             enforce_eager=True,
             seed=0,
         )
+        self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._runners = 0
 
     def prefill(self, command: Prefill) -> float:
@@ -128,6 +129,9 @@ class Engine:
         self._move_threads()
         self._add(f"runner {self._runners}", RUNNER_TOKENS, self._setup.max_tokens - RUNNER_TOKENS - 1)
         self._runners += 1
+        while not self._scheduler.running:  # the tier is asked for its prompt, too, and is slow
+            engine.step()
+            time.sleep(0.001)
         for _ in range(WARM_STEPS):
             engine.step()
         with _copier(command, self._setup.aside) if command.kind == COPYING else contextlib.nullcontext():
@@ -144,8 +148,7 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _time(self, command: Steps) -> list[float]:
-        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
+        pool = self._scheduler.kv_cache_manager.block_pool
         seconds: list[float] = []
         enough = pool.get_num_free_blocks() - command.tokens // BLOCK_TOKENS // 2
         while command.kind == PROMOTING or len(seconds) < command.count:
