@@ -30,7 +30,8 @@ class GroupNamespace(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     """What of one group decides the bytes of its chunks.
 
     kind: ``full``, ``sliding_window``, ``chunked_local`` or ``mla``. window: tokens that a query sees
-    behind it, 0 for all. page_bytes: bytes of one block of each layer, all KV heads, in layer order.
+    behind it, 0 for all. For each layer, in order: its name; its page, as planes ``name[heads][cells][bytes]`` with the
+    heads of all ranks; and what a cell is made of.
     """
 
     kind: str
@@ -38,10 +39,8 @@ class GroupNamespace(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     tokens_per_chunk: int
     window: int
     layers: tuple[str, ...]
-    page_bytes: tuple[int, ...]
-    kv_heads: int
-    head_size: int
-    dtype: str
+    pages: tuple[str, ...]
+    cells: tuple[str, ...]
 
 
 class Namespace(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import UnsupportedError
-from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
+from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec, Plane
 
-PAGES = (LayerPage("a", 48), LayerPage("b", 16))
+PAGES = (LayerPage("a", (Plane("kv", 2, 3, 4), Plane("scales", 2, 3, 4))), LayerPage.opaque("b", 8, ranks=2))
 
 
 def group(kind: str = "full", window: int = 0, pages: tuple[LayerPage, ...] = PAGES) -> GroupSpec:
@@ -20,7 +20,8 @@ def test_sizes() -> None:
     spec = ModelSpec((group(), group(pages=PAGES[:1])), ranks=2)
     assert spec.groups[0].tokens_per_chunk == 64
     assert spec.groups[0].block_bytes == 64
-    assert [spec.chunk_bytes(i) for i in (0, 1)] == [2 * 4 * 64, 2 * 4 * 48]
+    assert list(map(str, spec.groups[0].pages)) == ["kv[2][3][4]+scales[2][3][4]", "opaque[2][1][8]"]
+    assert [spec.chunk_bytes(i) for i in (0, 1)] == [4 * 64, 4 * 48]
 
 
 @given(
@@ -47,7 +48,7 @@ def test_what_cannot_be_is_refused() -> None:
     for kind, window in (("full", 4), ("mla", 4), ("sliding_window", 0), ("chunked_local", 0)):
         with pytest.raises(ValueError, match="window"):
             group(kind, window)
-    for pages in ((), (LayerPage("a", 0),)):
+    for pages in ((), (LayerPage("a", ()),), (LayerPage.opaque("a", 0),)):
         with pytest.raises(ValueError, match="page"):
             group(pages=pages)
     with pytest.raises(ValueError, match="ranks"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,16 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.layout import offsets
+from tierkv.layout.mapping import Dim, Piece, as_table
 
 
 def slow_descriptors(
-    blocks: list[int], host: list[list[int]], bases: list[int], strides: list[int], sizes: list[int], host_base: int
+    blocks: list[int], starts: list[int], pieces: list[Piece], host_base: int, store: bool
 ) -> list[tuple[int, int, int]]:
-    """Every page as one copy, then neighbours merged, one at a time."""
+    """Every run as one copy, then neighbours merged, one at a time."""
     copies = []
-    for block, row in zip(blocks, host, strict=True):
-        for base, stride, size, at in zip(bases, strides, sizes, row, strict=True):
-            copies.append((base + block * stride, host_base + at, size))
+    for block, start in zip(blocks, starts, strict=True):
+        for piece in pieces:
+            if store and block % piece.replicas != piece.replica:
+                continue
+            for turns in itertools.product(*(range(dim.turns) for dim in piece.dims)):
+                device = piece.address + block * piece.block_stride
+                host = host_base + start + piece.offset
+                for turn, dim in zip(turns, piece.dims, strict=True):
+                    device, host = device + turn * dim.device, host + turn * dim.host
+                copies.append((device, host, piece.nbytes))
     merged: list[tuple[int, int, int]] = []
     for device, at, size in copies:
         if merged and merged[-1][0] + merged[-1][2] == device and merged[-1][1] + merged[-1][2] == at:
@@ -32,30 +41,40 @@ def slow_descriptors(
     return merged
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), count=st.integers(0, 6))
-def test_descriptors_are_those_of_the_slow_twin(data: st.DataObject, sizes: list[int], count: int) -> None:
-    pages = len(sizes)
-    strides = [size + data.draw(st.integers(0, 1)) for size in sizes]
-    bases = data.draw(st.lists(st.integers(0, 4), min_size=pages, max_size=pages))
-    blocks = data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
-    row = st.lists(st.integers(0, 8), min_size=pages, max_size=pages)
-    host = data.draw(st.lists(row, min_size=count, max_size=count))
-    out = np.zeros((3, count * pages), np.int64)
-    places = np.array(host, np.int64).reshape(count, pages)
-    device = [np.array(numbers, np.int64) for numbers in (bases, strides, sizes)]
-    used = offsets.copy_descriptors(np.array(blocks, np.int64), places, device[0], device[1], device[2], 1000, out)
-    assert list(zip(*out[:, :used].tolist(), strict=True)) == slow_descriptors(
-        blocks, host, bases, strides, sizes, 1000
+DIMS = st.lists(st.builds(Dim, st.integers(1, 3), st.integers(0, 6), st.integers(0, 6)), max_size=3).map(tuple)
+PIECES = st.integers(1, 3).flatmap(
+    lambda replicas: st.builds(
+        Piece,
+        st.integers(0, 4),
+        st.integers(0, 4),
+        st.integers(0, 8),
+        DIMS,
+        st.integers(1, 3),
+        st.integers(0, replicas - 1),
+        st.just(replicas),
     )
+)
+PLACES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 8)), max_size=6)
 
 
-@pytest.mark.parametrize(("strides", "merged"), [([8], 1), ([12], 4)])
-def test_blocks_that_touch_on_both_sides_are_one_copy(strides: list[int], merged: int) -> None:
-    blocks, host = np.arange(4), np.arange(4).reshape(4, 1) * 8
+@settings(max_examples=300, deadline=None)
+@given(places=PLACES, pieces=st.lists(PIECES, min_size=1, max_size=3), store=st.booleans())
+def test_descriptors_are_those_of_the_slow_twin(
+    places: list[tuple[int, int]], pieces: list[Piece], store: bool
+) -> None:
+    blocks, starts = [b for b, _ in places], [s for _, s in places]
+    out = np.zeros((3, len(places) * sum(piece.runs for piece in pieces)), np.int64)
+    arrays = np.array(blocks, np.int64), np.array(starts, np.int64), as_table(pieces)
+    used = offsets.copy_descriptors(*arrays, 1000, store, out)
+    found = list(zip(*out[:, :used].tolist(), strict=True))
+    assert found == slow_descriptors(blocks, starts, pieces, 1000, store)
+
+
+@pytest.mark.parametrize(("stride", "merged"), [(8, 1), (12, 4)])
+def test_blocks_that_touch_on_both_sides_are_one_copy(stride: int, merged: int) -> None:
     out = np.zeros((3, 4), np.int64)
-    size = np.array([8])
-    assert offsets.copy_descriptors(blocks, host, np.array([64]), np.array(strides), size, 0, out) == merged
+    table = as_table([Piece(64, stride, 0, (), 8, 0, 1)])
+    assert offsets.copy_descriptors(np.arange(4), np.arange(4) * 8, table, 0, True, out) == merged
 
 
 @settings(max_examples=100, deadline=None)

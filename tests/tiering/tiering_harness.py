@@ -32,7 +32,7 @@ def group(index: int = 0, kind: str = "full", window: int = 0, page: int = 256, 
         tokens_per_block=TOKENS,
         blocks_per_chunk=blocks,
         window=window,
-        pages=(LayerPage(f"layer.{index}", page),),
+        pages=(LayerPage.opaque(f"layer.{index}", page),),
     )
 
 
@@ -51,10 +51,8 @@ def namespace(groups: Sequence[GroupSpec], label: str = "") -> Namespace:
                 tokens_per_chunk=g.tokens_per_chunk,
                 window=g.window,
                 layers=tuple(p.layer for p in g.pages),
-                page_bytes=tuple(p.page_bytes for p in g.pages),
-                kv_heads=1,
-                head_size=1,
-                dtype="uint8",
+                pages=tuple(map(str, g.pages)),
+                cells=("uint8",),
             )
             for g in groups
         ),

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-from unittest.mock import Mock, call
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import call
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
 
+from copy_backends import (  # noqa: E402
+    NAMES,
+    PIECE_BYTES,
+    Backend,
+    cuda_in_small_pieces,
+    open_backend,
+    replace_cuda,
+)
+
 from tierkv.errors import TransferError, UnsupportedError  # noqa: E402
 from tierkv.host.region import Region  # noqa: E402
 from tierkv.layout import canonical, offsets  # noqa: E402
 from tierkv.layout.packing import GroupPacking  # noqa: E402
 from tierkv.layout.spec import GroupSpec, LayerPage  # noqa: E402
-from tierkv.transfer.engine import CopyEngine, DeviceGroup, TransferResult, make_engine  # noqa: E402
+from tierkv.transfer.engine import DeviceGroup, TransferResult, make_engine  # noqa: E402
 from tierkv.transfer.plan import BlockCopies, Transfer  # noqa: E402
 
 BLOCKS = 12
 REGION_BYTES = 1 << 16
-#: What the CUDA engine registers at once.
-PIECE_BYTES = 1 << 12
 #: Per group: blocks a chunk, and of each layer (page bytes, padding between two blocks' pages).
 SHAPES = (
     (4, ((48, 0), (16, 16), (100, 28))),
@@ -35,51 +41,19 @@ SHAPES = (
 )
 
 
-class Backend(NamedTuple):
-    """Where the device memory is, and what makes the engine."""
-
-    device: str
-    make: Callable[[Sequence[DeviceGroup], Region], CopyEngine]
-
-
-@pytest.fixture(params=["cpu", "cuda", "cuda-stand-in"])
+@pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Each engine on its device; and the CUDA engine's own code on CPU tensors, where streams and events do nothing.
-
-    The stand-in shows that the code runs and moves the right bytes, not that it waits for a device as it should.
-    """
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device here (torch.cuda is not available)")
-    if request.param != "cuda-stand-in":
-        return Backend(request.param, make_engine)
-    replace_cuda(monkeypatch)
-    return Backend("cpu", cuda_in_small_pieces)
+    return open_backend(request.param, monkeypatch)
 
 
-def cuda_in_small_pieces(groups: Sequence[DeviceGroup], region: Region) -> CopyEngine:
-    """Chunks of these tests cross from one piece to the next."""
-    from tierkv.transfer.cuda import CudaCopyEngine
-
-    return CudaCopyEngine(groups, region, piece_bytes=PIECE_BYTES)
-
-
-def replace_cuda(
-    monkeypatch: pytest.MonkeyPatch, register: Callable[[int, int, int], int] = lambda address, nbytes, flags: 0
-) -> Mock:
-    """Make the CUDA engine run on CPU tensors; returns the stand-in for the CUDA runtime.
-
-    Args:
-        register: ``cudaHostRegister``; returns a ``cudaError_t``.
-    """
+@pytest.fixture(params=["as it lies", "staged"])
+def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA engine takes both ways, whatever the sizes, and stages a few blocks at a time."""
     from tierkv.transfer import cuda
+    from tierkv.transfer import staging as module
 
-    for name in ("device", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
-    event = Mock(**{"elapsed_time.return_value": 0.0})
-    runtime = Mock(**{"cudaHostRegister.side_effect": register, "cudaHostUnregister.return_value": 0})
-    for name, stand_in in (("_new_stream", Mock()), ("_new_event", event), ("_cudart", runtime)):
-        monkeypatch.setattr(cuda, name, lambda stand_in=stand_in: stand_in)
-    return runtime
+    monkeypatch.setattr(module, "DIRECT_BYTES", 0 if request.param == "as it lies" else 1 << 40)
+    monkeypatch.setattr(cuda, "STAGED_BYTES", 1000)
 
 
 @pytest.fixture
@@ -95,10 +69,10 @@ class Rank:
         self.random = np.random.default_rng(rank)
         self.groups = []
         for index, (blocks_per_chunk, layers) in enumerate(SHAPES):
-            pages = tuple(LayerPage(f"{index}.{i}", size) for i, (size, _) in enumerate(layers))
+            pages = tuple(LayerPage.opaque(f"{index}.{i}", size, ranks) for i, (size, _) in enumerate(layers))
             packing = GroupPacking(GroupSpec(index, "full", 16, blocks_per_chunk, 0, pages), rank, ranks)
-            views = tuple(self._memory(backend.device, size, padding) for size, padding in layers)
-            self.groups.append(DeviceGroup(packing, views))
+            planes = [((self._memory(backend.device, size, padding),),) for size, padding in layers]
+            self.groups.append(DeviceGroup(packing, planes))
         self.engine = backend.make(self.groups, region)
 
     def _memory(self, device: str, size: int, padding: int) -> Any:
@@ -107,15 +81,19 @@ class Rank:
 
     def page(self, group: int, layer: int, block: int) -> bytes:
         """What lies on the device."""
-        return bytes(self.groups[group].pages[layer][block].cpu().numpy().tobytes())
+        return bytes(self.view(group, layer)[block].cpu().numpy().tobytes())
+
+    def view(self, group: int, layer: int) -> Any:
+        ((view,),) = self.groups[group].planes[layer]
+        return view
 
     def block(self, group: int, block: int) -> list[bytes]:
-        return [self.page(group, layer, block) for layer in range(len(self.groups[group].pages))]
+        return [self.page(group, layer, block) for layer in range(len(self.groups[group].planes))]
 
     def wipe(self) -> None:
-        for group in self.groups:
-            for view in group.pages:
-                view.zero_()
+        for group in range(len(self.groups)):
+            for layer in range(len(self.groups[group].planes)):
+                self.view(group, layer).zero_()
 
     def run(self, *transfers: Transfer) -> dict[int, TransferResult]:
         """Submit all, wait for all, and collect the results."""
@@ -128,7 +106,7 @@ class Rank:
 
 
 @pytest.fixture
-def rank(region: Region, backend: Backend) -> Iterator[Rank]:
+def rank(region: Region, backend: Backend, staging: None) -> Iterator[Rank]:
     made = Rank(region, backend)
     yield made
     made.engine.close()
@@ -153,7 +131,7 @@ def test_a_store_writes_canonical_bytes_and_nothing_else(rank: Rank, region: Reg
     expected = bytearray(REGION_BYTES)
 
     def put(offset: int, blocks: list[list[bytes]]) -> int:
-        chunk = canonical.assemble([blocks])
+        chunk = canonical.assemble([[[page] for page in block] for block in blocks])
         expected[offset : offset + len(chunk)] = chunk
         return len(chunk)
 
@@ -188,7 +166,7 @@ def test_a_part_of_a_chunk_can_be_loaded_into_other_blocks(rank: Rank) -> None:
 
 
 def test_padding_between_blocks_stays_as_it_is(rank: Rank) -> None:
-    view = rank.groups[0].pages[1]
+    view = rank.view(0, 1)
     whole = view.as_strided((BLOCKS, view.stride(0)), (view.stride(0), 1))
     rank.run(all_groups(1, store=True))
     rank.wipe()
@@ -205,7 +183,7 @@ def test_two_ranks_share_a_slot(region: Region, backend: Backend) -> None:
     for rank in ranks:
         rank.engine.wait([1])
         assert [result.ok for result in rank.engine.get_finished()] == [True]
-    chunk = canonical.assemble([[rank.block(1, block) for block in (6, 0)] for rank in ranks])
+    chunk = canonical.assemble([[[rank.page(1, 0, block) for rank in ranks]] for block in (6, 0)])
     assert bytes(region.view[4096 : 4096 + len(chunk)]) == chunk
     for rank in ranks:
         rank.engine.close()
@@ -314,7 +292,7 @@ def test_the_region_can_be_closed_after_the_engine(region: Region, backend: Back
 
 
 def test_a_store_comes_after_the_work_that_was_submitted_before(rank: Rank, region: Region) -> None:
-    view = rank.groups[1].pages[0]
+    view = rank.view(1, 0)
     for number in range(1, 20):
         for _ in range(50):  # on a device, enough work that it is still running at submit
             view.fill_(0)
@@ -324,7 +302,7 @@ def test_a_store_comes_after_the_work_that_was_submitted_before(rank: Rank, regi
 
 
 def test_a_load_comes_after_the_work_that_was_submitted_before(rank: Rank, region: Region) -> None:
-    view = rank.groups[1].pages[0]
+    view = rank.view(1, 0)
     region.view[4096 : 4096 + 256] = b"\x55" * 256
     for number in range(20):
         for _ in range(50):
@@ -335,7 +313,7 @@ def test_a_load_comes_after_the_work_that_was_submitted_before(rank: Rank, regio
 
 def test_device_memory_of_another_shape_is_refused(backend: Backend) -> None:
     device = backend.device
-    packing = GroupPacking(GroupSpec(0, "full", 16, 1, 0, (LayerPage("a", 8), LayerPage("b", 8))), 0, 1)
+    packing = GroupPacking(GroupSpec(0, "full", 16, 1, 0, (LayerPage.opaque("a", 8), LayerPage.opaque("b", 8))), 0, 1)
     good = torch.zeros((4, 8), dtype=torch.int8, device=device)
     wrong = [
         torch.zeros((4, 9), dtype=torch.int8, device=device),
@@ -345,12 +323,12 @@ def test_device_memory_of_another_shape_is_refused(backend: Backend) -> None:
         torch.zeros(64, dtype=torch.int8, device=device).as_strided((4, 8), (4, 1)),
         torch.zeros(32, dtype=torch.int8, device=device),
     ]
-    DeviceGroup(packing, (good, good))
+    DeviceGroup(packing, (((good,),), ((good,),)))
     for view in wrong:
         with pytest.raises(TransferError):
-            DeviceGroup(packing, (good, view))
-    with pytest.raises(TransferError, match="1 views for 2 layers"):
-        DeviceGroup(packing, (good,))
+            DeviceGroup(packing, (((good,),), ((view,),)))
+    with pytest.raises(TransferError, match="1 layers for 2 layers"):
+        DeviceGroup(packing, (((good,),),))
 
 
 def test_no_kernel_is_compiled_by_a_transfer(region: Region) -> None:
@@ -454,8 +432,8 @@ def test_what_cannot_be_unregistered_is_logged(
 
 
 def test_a_device_without_an_engine_is_named(region: Region) -> None:
-    packing = GroupPacking(GroupSpec(0, "full", 16, 1, 0, (LayerPage("a", 8),)), 0, 1)
-    group = DeviceGroup(packing, (torch.zeros((4, 8), dtype=torch.int8, device="meta"),))
+    packing = GroupPacking(GroupSpec(0, "full", 16, 1, 0, (LayerPage.opaque("a", 8),)), 0, 1)
+    group = DeviceGroup(packing, (((torch.zeros((4, 8), dtype=torch.int8, device="meta"),),),))
     with pytest.raises(UnsupportedError, match=r"'meta'.*cpu, cuda"):
         make_engine([group], region)
     with pytest.raises(UnsupportedError, match="one device"):

@@ -387,7 +387,7 @@ def _model(setup: Setup) -> ModelSpec:
                 tokens_per_block=TOKENS,
                 blocks_per_chunk=1,
                 window=window,
-                pages=(LayerPage(f"layer.{number}", setup.page_bytes),),
+                pages=(LayerPage.opaque(f"layer.{number}", setup.page_bytes),),
             )
             for number, window in enumerate(setup.windows)
         )
@@ -409,10 +409,8 @@ def _namespace(model: ModelSpec) -> Namespace:
                 tokens_per_chunk=g.tokens_per_chunk,
                 window=g.window,
                 layers=tuple(p.layer for p in g.pages),
-                page_bytes=tuple(p.page_bytes for p in g.pages),
-                kv_heads=1,
-                head_size=1,
-                dtype="uint8",
+                pages=tuple(map(str, g.pages)),
+                cells=("uint8",),
             )
             for g in model.groups
         ),

@@ -41,6 +41,31 @@ def layout_name(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout or "unknown")
 
 
+def total_kv_heads(layer: str, spec: Any, vllm_config: VllmConfig) -> int | None:
+    """KV heads of one layer on all ranks together; None if that cannot be told.
+
+    Layers that hold one latent for all say so themselves; of the others the model's configuration knows, layer by
+    layer, and what it says must be what this rank has.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    local = int(spec.num_heads)
+    if ranks == 1:
+        return local
+    if spec.max_tp_shards is not None:
+        shards = min(ranks, int(spec.max_tp_shards))
+        return local * shards if ranks % shards == 0 else None
+    if local != spec.num_kv_heads:
+        return None
+    try:
+        numbers = [int(part) for part in layer.split(".") if part.isdigit()]
+        architecture = vllm_config.model_config.model_arch_config
+        total = int((architecture[numbers[0]] if len(numbers) == 1 else architecture).total_num_kv_heads)
+    except (AttributeError, IndexError, TypeError):
+        return None
+    expected = max(1, total // ranks)
+    return total if local == expected and (total % ranks == 0 or ranks % total == 0) else None
+
+
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens that one entry of ``request.block_hashes`` covers."""
     if kv_cache_config.hash_block_size is not None:

@@ -23,7 +23,7 @@ from tierkv.connector import compat
 from tierkv.errors import ConfigError, UnsupportedError
 from tierkv.keys import GroupNamespace, Namespace
 from tierkv.layout import canonical
-from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec
+from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec, Plane
 from tierkv.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ KINDS: dict[type[Any], str] = {
     SlidingWindowSpec: "sliding_window",
     ChunkedLocalAttentionSpec: "chunked_local",
 }
-
-#: Orders of dimensions in which a page lies as the canonical layout wants it: heads, then tokens, then K and V.
-CANONICAL_LAYOUTS = ("LBHNC", "BLHNC")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if not groups or len(groups) != len(kv_cache_config.kv_cache_groups):
         raise UnsupportedError("a model with KV-cache groups that cannot be offloaded; supported: all groups or none")
     blocks = _blocks_per_chunk(config, [g.kv_cache_spec.block_size for g in groups])
-    specs = tuple(_group_spec(i, group, blocks) for i, group in enumerate(groups))
+    specs = tuple(_group_spec(i, group, blocks, vllm_config) for i, group in enumerate(groups))
     hash_size = compat.hash_block_size(vllm_config, kv_cache_config)
     if any(g.tokens_per_block % hash_size for g in specs):
         raise UnsupportedError(
@@ -176,7 +173,7 @@ def _blocks_per_chunk(config: CacheConfig, block_sizes: list[int]) -> int:
     return config.block_size // block_sizes[0]
 
 
-def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int) -> GroupSpec:
+def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int, vllm_config: VllmConfig) -> GroupSpec:
     if group.host_resident or group.is_eagle_group:
         raise UnsupportedError("host-resident and draft-model (EAGLE, MTP) KV-cache groups are not supported yet")
     pages = []
@@ -187,7 +184,7 @@ def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int) -> G
                 f"layer {layer} has a KV cache of kind {type(spec).__name__}, which is not supported yet; "
                 f"supported: {', '.join(t.__name__ for t in KINDS)}"
             )
-        pages.append(LayerPage(layer, spec.unpadded_page_size_bytes))
+        pages.append(_page(layer, spec, vllm_config))
     first = compat.layer_spec(group.kv_cache_spec, group.layer_names[0])
     return GroupSpec(
         group=index,
@@ -199,6 +196,16 @@ def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int) -> G
     )
 
 
+def _page(layer: str, spec: AttentionSpec, vllm_config: VllmConfig) -> LayerPage:
+    """The canonical page of a layer, or an opaque one where the heads of all ranks cannot be told."""
+    ranks = vllm_config.parallel_config.world_size
+    heads = compat.total_kv_heads(layer, spec, vllm_config)
+    if heads is None:
+        return LayerPage.opaque(layer, spec.unpadded_page_size_bytes, ranks)
+    name = "latent" if isinstance(spec, MLAAttentionSpec) else "kv"
+    return LayerPage(layer, (Plane(name, heads, spec.num_states, spec.state_content_size_bytes),))
+
+
 def _window(spec: AttentionSpec) -> int:
     if isinstance(spec, SlidingWindowSpec):
         return int(spec.sliding_window + spec.extra_retained_tokens)
@@ -208,26 +215,30 @@ def _window(spec: AttentionSpec) -> int:
 
 
 def _group_namespace(spec: GroupSpec, group: KVCacheGroupSpec) -> GroupNamespace:
-    first = compat.layer_spec(group.kv_cache_spec, group.layer_names[0])
+    specs = [compat.layer_spec(group.kv_cache_spec, layer) for layer in group.layer_names]
     return GroupNamespace(
         kind=spec.kind,
         tokens_per_block=spec.tokens_per_block,
         tokens_per_chunk=spec.tokens_per_chunk,
         window=spec.window,
         layers=tuple(p.layer for p in spec.pages),
-        page_bytes=tuple(p.page_bytes for p in spec.pages),
-        kv_heads=first.num_kv_heads,
-        head_size=first.head_size,
-        dtype=f"{first.dtype}:{first.kv_quant_mode.name}",
+        pages=tuple(map(str, spec.pages)),
+        cells=tuple(f"{s.head_size}+{s.head_size_v}:{s.dtype}:{s.kv_quant_mode.name}" for s in specs),
     )
 
 
 def _layout(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    opaque = deployment.model.opaque_layers
+    if not opaque:
+        return canonical.LAYOUT
     name = compat.layout_name(vllm_config, kv_cache_config)
-    if deployment.model.ranks == 1 and name in CANONICAL_LAYOUTS:
-        return canonical.layout_name(deployment.model)
     topology = f"topology:tp={deployment.model.ranks},layout={name}"
-    logger.info("The KV cache is kept as opaque bytes of %s: only engines of that topology share it.", topology)
+    logger.warning(
+        "The KV cache of %d layers (%s …) is kept as opaque bytes of %s: only engines of that topology share it.",
+        len(opaque),
+        opaque[0],
+        topology,
+    )
     return topology
 
 

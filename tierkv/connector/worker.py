@@ -13,32 +13,56 @@ from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.host.region import Region
 from tierkv.layout.packing import GroupPacking
-from tierkv.transfer.engine import CopyEngine, DeviceGroup, make_engine
+from tierkv.layout.spec import OPAQUE, LayerPage
+from tierkv.transfer.engine import CopyEngine, DeviceGroup, Parts, make_engine
 from tierkv.transfer.plan import Transfer
 
 logger = init_logger(__name__)
 
 
-def device_page_view(layer: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
-    """The pages of one layer as bytes: int8, shape ``(num_blocks, page_bytes)``, on the device.
+def device_parts(page: LayerPage, cache: torch.Tensor, num_blocks: int) -> tuple[Parts, ...]:
+    """The planes of one layer as bytes on the device, in the canonical order, each in one part.
+
+    Args:
+        cache: as the engine gives it: ``(kernel blocks, heads, tokens, elements)`` with any strides; a block is one
+            kernel block or several that follow each other.
 
     Raises:
-        UnsupportedError: a block of ``cache`` is not one dense page of ``page_bytes``.
+        UnsupportedError: the pages of ``cache`` are not what ``page`` says.
     """
-    if cache.shape[0] != num_blocks:
+    (plane,) = page.planes
+    if cache.dim() != 4 or cache.shape[0] % num_blocks or cache.stride(-1) != 1:
         raise UnsupportedError(
-            f"layer {layer}: {cache.shape[0]} kernel blocks for {num_blocks} blocks; supported: kernel blocks as "
-            "large as the block (set --block-size to the attention backend's kernel block size)"
+            f"layer {page.layer}: a KV cache of shape {tuple(cache.shape)}, strides {cache.stride()}, for {num_blocks} "
+            "blocks; supported: (blocks, heads, tokens, elements), the elements of a token contiguous"
         )
+    if plane.name == OPAQUE:
+        return (_whole_pages(page.layer, cache, num_blocks, plane.cell_bytes),)
+    blocks = cache.view(torch.int8).unflatten(0, (num_blocks, -1)).transpose(1, 2)
+    if blocks.shape[2] * blocks.shape[3] != plane.cells or blocks.shape[-1] != plane.cell_bytes:
+        raise UnsupportedError(
+            f"layer {page.layer}: {blocks.shape[2] * blocks.shape[3]} tokens of {blocks.shape[-1]} bytes in a block, "
+            f"expected {plane.cells} of {plane.cell_bytes}"
+        )
+    return ((blocks,),)
+
+
+def _whole_pages(layer: str, cache: torch.Tensor, num_blocks: int, page_bytes: int) -> Parts:
+    """The pages as they lie: int8, ``(num_blocks, page_bytes)``."""
     size = cache.element_size()
-    if not cache[0].is_contiguous() or cache[0].numel() * size != page_bytes:
+    if cache.shape[0] != num_blocks or not cache[0].is_contiguous() or cache[0].numel() * size != page_bytes:
         raise UnsupportedError(
             f"layer {layer}: a block of shape {tuple(cache.shape[1:])}, strides {cache.stride()[1:]}, is not one "
             f"dense page of {page_bytes} bytes; supported: the LBHNC and BLHNC layouts"
         )
     view = torch.empty(0, dtype=torch.int8, device=cache.device)
-    return view.set_(
-        cache.untyped_storage(), cache.storage_offset() * size, (num_blocks, page_bytes), (cache.stride(0) * size, 1)
+    return (
+        view.set_(
+            cache.untyped_storage(),
+            cache.storage_offset() * size,
+            (num_blocks, page_bytes),
+            (cache.stride(0) * size, 1),
+        ),
     )
 
 
@@ -67,8 +91,8 @@ class WorkerHalf:
         """
         model = self._deployment.model
         for spec in model.groups:
-            views = (device_page_view(p.layer, caches[p.layer], self._num_blocks, p.page_bytes) for p in spec.pages)
-            self._groups.append(DeviceGroup(GroupPacking(spec, self._rank, model.ranks), tuple(views)))
+            planes = [device_parts(page, caches[page.layer], self._num_blocks) for page in spec.pages]
+            self._groups.append(DeviceGroup(GroupPacking(spec, self._rank, model.ranks), planes))
         # Not imported with this module: see ``shield_numba``.
         from tierkv.layout.offsets import warm_up
 

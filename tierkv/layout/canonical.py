@@ -9,23 +9,26 @@ The block is the outermost dimension: ``[block][layer][page]``. Hence a chunk of
 of n chunks of one block each. There is no header, no alignment and no padding, neither between pages nor between
 blocks nor at the end. Headers, names and versions belong to the record that a tier wraps around the chunk.
 
-**Page.** A page is one layer's bytes of one block: its planes, one after the other. For attention with packed keys and
-values, which is all that version 1 knows, it is one plane
+**Page.** A page is one layer's bytes of one block: its planes, one after the other, in the layer's order.
 
-    plane  := [head][token][K | V]
+    page   := plane …
+    plane  := [head][cell]
 
-with the KV heads outermost, in the model's order; then the block's tokens, in order; then the key's ``head_size``
-elements followed by the value's. An MLA layer's latent is a plane ``[token][latent]``: the case of one head. Elements
-have the KV cache's dtype, in little-endian byte order, and are copied as they are: a writer MUST NOT convert or
-normalise them. All tokens' places exist in each page, also where a block is not full.
+The heads are those of **all** ranks, in the model's order. A cell is a whole number of bytes; all cells of a plane have
+the same size, and each head has as many. For attention with packed keys and values the page is one plane, ``kv``: a
+cell is one token's key followed by its value, ``head_size`` elements and then ``head_size_v``, and the cells are the
+block's tokens, in order. An MLA layer's latent is the plane ``latent``: one head, one cell a token. Elements have the
+KV cache's dtype, in little-endian byte order, and are copied as they are: a writer MUST NOT convert or normalise them.
+All tokens' places exist in each page, also where a block is not full.
 
-**Ranks.** Under tensor parallelism with R > 1 ranks, a chunk of version 1 is
+**Ranks.** With R ranks that share H heads, rank r holds the heads from r·H/R on, H/R of them, where R divides H. Where
+H divides R, each head is on R/H ranks that follow each other: rank r holds head r·H/R (rounded down), and a writer MAY
+take it from any of them. Nothing else of the ranks, and nothing of the order in which a device keeps these dimensions,
+is in the bytes.
 
-    chunk  := [rank][block][layer][page]
-
-where a page holds the KV heads of that rank only. Such bytes depend on the topology, so their namespace MUST name it
-(``layout`` = ``topology:…``), and the concatenation rule above holds within a rank's share only. With R = 1 both forms
-are the same bytes, and the namespace says ``canonical-1``.
+**Opaque pages.** What a page looks like inside may not be known. It is then one plane, ``opaque``, whose heads are the
+ranks, each with a single cell: that rank's page as it is. Such bytes depend on the topology, so their namespace MUST
+name it (``layout`` = ``topology:…``). A namespace without opaque pages says ``canonical-1``.
 
 **Checksum.** xxh3-64 (seed 0) of the chunk's bytes, all of them, all ranks. A record that carries it stores it as an
 unsigned little-endian integer of 8 bytes.
@@ -44,16 +47,9 @@ from typing import Any, Final
 
 import xxhash
 
-from tierkv.layout.spec import ModelSpec
-
 VERSION: Final = 1
 #: ``layout`` of a namespace whose chunks any topology can read.
 LAYOUT: Final = f"canonical-{VERSION}"
-
-
-def layout_name(spec: ModelSpec) -> str:
-    """The namespace's ``layout``: ``canonical-1``, or ``topology:…`` where the bytes depend on the ranks."""
-    return LAYOUT if spec.ranks == 1 else f"topology:v{VERSION}/tp{spec.ranks}"
 
 
 def checksum(chunk: bytes | bytearray | memoryview | Any) -> int:
@@ -61,15 +57,6 @@ def checksum(chunk: bytes | bytearray | memoryview | Any) -> int:
     return xxhash.xxh3_64_intdigest(chunk)
 
 
-def page_offsets(page_bytes: Sequence[int]) -> list[int]:
-    """Where each page of a block starts, from the block's first byte."""
-    offsets, at = [], 0
-    for size in page_bytes:
-        offsets.append(at)
-        at += size
-    return offsets
-
-
-def assemble(shares: Sequence[Sequence[Sequence[bytes]]]) -> bytes:
-    """A chunk from its pages, ``shares[rank][block][layer]``: slow, obvious, and what tests compare with."""
-    return b"".join(page for share in shares for block in share for page in block)
+def assemble(blocks: Sequence[Sequence[Sequence[bytes]]]) -> bytes:
+    """A chunk from its planes, ``blocks[block][layer][plane]``: slow, obvious, and what tests compare with."""
+    return b"".join(plane for block in blocks for page in block for plane in page)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numba
 import numpy as np
 
+from tierkv.layout.mapping import MAX_DIMS
 from tierkv.types import Offsets
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., object])
@@ -41,41 +42,42 @@ def _copy_many(src: Offsets, dst: Offsets, sizes: Offsets) -> int:
 
 
 def _copy_descriptors(
-    blocks: Offsets,
-    host_offsets: Offsets,
-    bases: Offsets,
-    strides: Offsets,
-    page_bytes: Offsets,
-    host_base: int,
-    out: Offsets,
+    blocks: Offsets, starts: Offsets, table: Offsets, host_base: int, store: bool, out: Offsets
 ) -> int:
-    """The copies that move ``n`` blocks' pages, with neighbours that touch on both sides merged.
+    """The copies that move ``n`` blocks, with neighbours that touch on both sides merged.
 
     Args:
-        blocks: ``(n,)`` int64 device block ids.
-        host_offsets: ``(n, pages)`` int64, from ``GroupPacking.host_offsets``.
-        bases, strides, page_bytes: ``(pages,)`` int64, each page's device address in block 0, the bytes from one
-            block to the next, and its size.
+        blocks: ``(n,)`` int64 device block ids. starts: ``(n,)`` int64, where each begins in the host region.
+        table: ``(pieces, 15)`` int64, from ``mapping.as_table``.
         host_base: the address of the host region.
-        out: ``(3, n * pages)`` int64, receives device addresses, host addresses and sizes.
+        store: of pieces that several ranks hold, only this rank's blocks: they take turns.
+        out: ``(3, n × runs of all pieces)`` int64, receives device addresses, host addresses and sizes.
 
     Returns:
-        how many columns of ``out`` are used. Copies come in the order of ``blocks``, then of pages.
+        how many columns of ``out`` are used. Copies come in the order of ``blocks``, then of pieces, then of runs.
     """
     count = 0
     for i in range(blocks.shape[0]):
-        for page in range(bases.shape[0]):
-            device = bases[page] + blocks[i] * strides[page]
-            host = host_base + host_offsets[i, page]
-            size = page_bytes[page]
-            last = count - 1
-            if count > 0 and out[0, last] + out[2, last] == device and out[1, last] + out[2, last] == host:
-                out[2, last] += size
-            else:
-                out[0, count] = device
-                out[1, count] = host
-                out[2, count] = size
-                count += 1
+        for p in range(table.shape[0]):
+            if store and blocks[i] % table[p, 14] != table[p, 13]:
+                continue
+            size = table[p, 12]
+            device_0 = table[p, 0] + blocks[i] * table[p, 1]
+            host_0 = host_base + starts[i] + table[p, 2]
+            for a in range(table[p, 3]):
+                device_1, host_1 = device_0 + a * table[p, 4], host_0 + a * table[p, 5]
+                for b in range(table[p, 6]):
+                    device_2, host_2 = device_1 + b * table[p, 7], host_1 + b * table[p, 8]
+                    for c in range(table[p, 9]):
+                        device, host = device_2 + c * table[p, 10], host_2 + c * table[p, 11]
+                        last = count - 1
+                        if count > 0 and out[0, last] + out[2, last] == device and out[1, last] + out[2, last] == host:
+                            out[2, last] += size
+                        else:
+                            out[0, count] = device
+                            out[1, count] = host
+                            out[2, count] = size
+                            count += 1
     return count
 
 
@@ -83,8 +85,8 @@ def warm_up() -> None:
     """Compile every kernel. Takes a second or two, once a process; again it takes no time."""
     one = np.ones(1, np.int64)
     source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
-    out = np.zeros((3, 1), np.int64)
-    copy_descriptors(np.zeros(1, np.int64), np.zeros((1, 1), np.int64), one, one, one, 0, out)
+    zero, out = np.zeros(1, np.int64), np.zeros((3, 1), np.int64)
+    copy_descriptors(zero, zero, np.ones((1, 6 + 3 * MAX_DIMS), np.int64), 0, True, out)
     copy_many(np.array([source.ctypes.data]), np.array([target.ctypes.data]), one)
     assert target[0] == 1
 

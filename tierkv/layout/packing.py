@@ -1,50 +1,86 @@
-"""Where one rank's pages of one group lie within a chunk."""
+"""Where one rank's planes of one group lie within a chunk."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
-from tierkv.layout import canonical
-from tierkv.layout.spec import GroupSpec
+from tierkv.errors import UnsupportedError
+from tierkv.layout.spec import GroupSpec, Plane
 from tierkv.types import Offsets
 
 
-class GroupPacking:
-    """The places of one rank's pages in a chunk of ``group``, as ``canonical`` specifies.
+class Share(NamedTuple):
+    """A rank's part of one plane within a block of a chunk: whole heads, contiguous.
 
-    page_bytes: ``(pages,)`` int64, bytes of each page. share_offset: where this rank's share starts in the chunk.
+    offset: its first byte, from the first of the block. heads: how many. plane: of which they are.
+    replica, replicas: on how many ranks these heads are, and which of those this rank is.
+    """
+
+    offset: int
+    heads: int
+    plane: Plane
+    replica: int
+    replicas: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.plane.head_bytes
+
+
+class GroupPacking:
+    """The places of one rank's shares in a chunk of ``group``, as ``canonical`` specifies.
+
+    shares: for each page, for each of its planes.
 
     Thread safety: immutable.
     """
 
     def __init__(self, group: GroupSpec, rank: int, ranks: int) -> None:
+        """
+        Raises:
+            UnsupportedError: a plane's heads cannot be spread evenly over the ranks, nor the ranks over its heads.
+        """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks}")
         self.group = group
         self.rank = rank
         self.ranks = ranks
         self.block_bytes = group.block_bytes
-        self.share_bytes = group.blocks_per_chunk * self.block_bytes
-        self.share_offset = rank * self.share_bytes
-        self.chunk_bytes = ranks * self.share_bytes
-        sizes = [page.page_bytes for page in group.pages]
-        self.page_bytes: Offsets = np.array(sizes, np.int64)
-        self._page_offsets: Offsets = np.array(canonical.page_offsets(sizes), np.int64)
-        self.page_bytes.flags.writeable = self._page_offsets.flags.writeable = False
+        self.chunk_bytes = group.blocks_per_chunk * self.block_bytes
+        shares, at = [], 0
+        for page in group.pages:
+            of_page = []
+            for plane in page.planes:
+                of_page.append(_share(plane, at, rank, ranks, page.layer))
+                at += plane.nbytes
+            shares.append(tuple(of_page))
+        self.shares = tuple(shares)
 
-    def host_offsets(self, slot_offsets: Offsets, positions: Offsets) -> Offsets:
-        """Where the pages of ``n`` blocks lie in the host region.
+    def block_offsets(self, slot_offsets: Offsets, positions: Offsets) -> Offsets:
+        """Where ``n`` blocks begin in the host region.
 
         Args:
             slot_offsets: ``(n,)`` int64, the byte at which each block's slot starts.
             positions: ``(n,)`` int64, each block's place within its chunk, below ``blocks_per_chunk``.
 
         Returns:
-            ``(n, pages)`` int64 byte offsets in the region.
+            ``(n,)`` int64 byte offsets in the region.
         """
-        blocks: npt.NDArray[np.int64] = slot_offsets + positions * self.block_bytes + self.share_offset
-        return blocks[:, np.newaxis] + self._page_offsets
+        offsets: Offsets = slot_offsets + positions * self.block_bytes
+        return offsets
 
     def __repr__(self) -> str:
         return f"<GroupPacking group {self.group.group}, rank {self.rank} of {self.ranks}, {self.chunk_bytes} bytes>"
+
+
+def can_share(heads: int, ranks: int) -> bool:
+    """Whether ``heads`` can be spread over ``ranks``: evenly, or each on several."""
+    return heads % ranks == 0 or ranks % heads == 0
+
+
+def _share(plane: Plane, offset: int, rank: int, ranks: int, layer: str) -> Share:
+    if not can_share(plane.heads, ranks):
+        raise UnsupportedError(f"layer {layer}: {plane.heads} heads on {ranks} ranks; supported: one divides the other")
+    replicas = max(1, ranks // plane.heads)
+    first = rank * plane.heads // ranks
+    return Share(offset + first * plane.head_bytes, max(1, plane.heads // ranks), plane, rank % replicas, replicas)

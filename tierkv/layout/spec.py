@@ -17,12 +17,55 @@ MLA: Final = "mla"
 KINDS: Final = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, MLA)
 
 
+#: The plane of a page that is copied as it is: its "heads" are the ranks. Only engines of one topology share it.
+OPAQUE: Final = "opaque"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A part of a page: cells of one size, ``[head][cell]``, spread over the ranks by heads.
+
+    name: what it holds: ``kv``, ``latent``, ``opaque``.
+    heads: of all ranks together. Of more ranks than heads, several hold the same one.
+    cells: of each head in one block; for attention, one a token.
+    cell_bytes: of one cell.
+    """
+
+    name: str
+    heads: int
+    cells: int
+    cell_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        return self.cells * self.cell_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.head_bytes
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.heads}][{self.cells}][{self.cell_bytes}]"
+
+
 @dataclass(frozen=True)
 class LayerPage:
-    """One layer's bytes of one block, on one rank."""
+    """One layer's bytes of one block, on all ranks together: its planes, one after the other."""
 
     layer: str
-    page_bytes: int
+    planes: tuple[Plane, ...]
+
+    @classmethod
+    def opaque(cls, layer: str, page_bytes: int, ranks: int = 1) -> LayerPage:
+        """A page of which nothing is known but its size on each rank."""
+        return cls(layer, (Plane(OPAQUE, ranks, 1, page_bytes),))
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.planes))
 
 
 @dataclass(frozen=True)
@@ -63,7 +106,7 @@ class GroupSpec:
 
     @property
     def block_bytes(self) -> int:
-        """All pages of one block, on one rank."""
+        """All pages of one block."""
         return sum(page.page_bytes for page in self.pages)
 
     def first_needed_token(self, boundary: int) -> int:
@@ -81,7 +124,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model's groups, and over how many ranks (tensor parallelism) each block's pages are spread."""
+    """A model's groups, and over how many ranks (tensor parallelism) their planes are spread."""
 
     groups: tuple[GroupSpec, ...]
     ranks: int = 1
@@ -91,6 +134,12 @@ class ModelSpec:
             raise ValueError(f"ranks must be positive, not {self.ranks}")
 
     def chunk_bytes(self, group_index: int) -> int:
-        """Bytes of one chunk, all ranks, of the group at ``group_index`` (an index into ``groups``)."""
+        """Bytes of one chunk of the group at ``group_index`` (an index into ``groups``)."""
         group = self.groups[group_index]
-        return self.ranks * group.blocks_per_chunk * group.block_bytes
+        return group.blocks_per_chunk * group.block_bytes
+
+    @property
+    def opaque_layers(self) -> tuple[str, ...]:
+        """The layers whose bytes are those of this topology."""
+        pages = (page for group in self.groups for page in group.pages)
+        return tuple(page.layer for page in pages if any(plane.name == OPAQUE for plane in page.planes))

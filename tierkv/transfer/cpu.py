@@ -12,21 +12,29 @@ import numpy as np
 
 from tierkv.errors import TransferError
 from tierkv.layout import offsets
-from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_host_offsets
+from tierkv.layout.mapping import as_table
+from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_starts
 from tierkv.transfer.fifo import FifoEngine
 from tierkv.transfer.plan import BlockCopies, Transfer
 from tierkv.types import Offsets
 
+#: Descriptors made at once: enough that making them is nothing beside copying, and no more than a megabyte of them.
+_BATCH = 1 << 15
+
 
 class CpuCopyEngine(FifoEngine):
-    """Copies with ``tierkv.layout.offsets.copy_many``, which is compiled at construction.
+    """Copies with ``tierkv.layout.offsets``, whose kernels are compiled at construction.
 
     Thread safety: as ``CopyEngine``.
     """
 
     def __init__(self, groups: Sequence[DeviceGroup], region: HostMemory) -> None:
         offsets.warm_up()
-        self._addresses = [_addresses(group) for group in groups]
+        for group in groups:
+            if group.device.type != "cpu":
+                raise TransferError(f"the CPU engine cannot copy from a device of type {group.device.type!r}")
+        self._tables = [as_table(group.pieces) for group in groups]
+        self._runs = [sum(piece.runs for piece in group.pieces) for group in groups]
         super().__init__(groups, region)
 
     def _begin(self) -> None:
@@ -35,28 +43,23 @@ class CpuCopyEngine(FifoEngine):
     def _copy(self, transfer: Transfer, begun: None) -> tuple[int, float]:
         started = time.perf_counter()
         # Everything is checked before the first byte moves.
-        descriptors = [self._describe(copies) for copies in transfer.copies]
+        starts = [checked_starts(copies, self.groups, self.region.size) for copies in transfer.copies]
         nbytes = 0
-        for device, host, sizes in descriptors:
-            source, target = (device, host) if transfer.store else (host, device)
-            nbytes += int(offsets.copy_many(source, target, sizes))
+        for copies, where in zip(transfer.copies, starts, strict=True):
+            nbytes += self._copy_blocks(copies, where, transfer.store)
         return nbytes, time.perf_counter() - started
 
-    def _describe(self, copies: BlockCopies) -> Offsets:
-        """``(3, m)``: device addresses, host addresses and sizes of the ``m`` copies to make."""
-        host_offsets = checked_host_offsets(copies, self.groups, self.region.size)
-        bases, strides, page_bytes = self._addresses[copies.group]
+    def _copy_blocks(self, copies: BlockCopies, starts: Offsets, store: bool) -> int:
+        table, runs = self._tables[copies.group], self._runs[copies.group]
         # A copy: kernels are compiled for plain arrays, not again for read-only or strided ones.
         blocks = np.array(copies.blocks, np.int64)
-        out = np.empty((3, host_offsets.size), np.int64)
-        used = offsets.copy_descriptors(blocks, host_offsets, bases, strides, page_bytes, self.region.address, out)
-        return out[:, :used]
-
-
-def _addresses(group: DeviceGroup) -> tuple[Offsets, Offsets, Offsets]:
-    """For each page: where that of block 0 is, the bytes from one block to the next, and its size."""
-    if group.device.type != "cpu":
-        raise TransferError(f"the CPU engine cannot copy from a device of type {group.device.type!r}")
-    bases = np.array([page.data_ptr() for page in group.pages], np.int64)
-    strides = np.array([page.stride(0) for page in group.pages], np.int64)
-    return bases, strides, np.array(group.packing.page_bytes, np.int64)
+        step = max(1, _BATCH // runs)
+        out = np.empty((3, min(step, len(blocks)) * runs), np.int64)
+        nbytes = 0
+        for at in range(0, len(blocks), step):
+            last = at + step
+            used = offsets.copy_descriptors(blocks[at:last], starts[at:last], table, self.region.address, store, out)
+            device, host, sizes = out[:, :used]
+            source, target = (device, host) if store else (host, device)
+            nbytes += int(offsets.copy_many(source, target, sizes))
+        return nbytes

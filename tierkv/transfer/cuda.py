@@ -5,8 +5,9 @@ none. Everything that decides which bytes move is shared with the CPU engine or 
 
 One stream a direction, so that stores and loads overlap each other and the computation. ``submit`` records an event on
 the stream that is current for the caller; the direction's thread makes its own stream wait for that event, enqueues
-the copies, and waits for an event behind them. Enqueueing costs some microseconds a page, which is why it happens on
-that thread and not in ``submit``.
+the copies, and waits for an event behind them. Enqueueing costs some microseconds a copy, which is why it happens on
+that thread and not in ``submit``. Which copies, and what is gathered on the device first, ``tierkv.transfer.staging``
+says.
 
 The region is registered with the driver (page-locked), since only then copies are asynchronous and at full speed.
 That takes seconds for 10 GB, so it is done in pieces in the background (``tierkv.transfer.pin``), and no copy crosses
@@ -14,9 +15,10 @@ from one piece to the next. Copies of what is not registered, or cannot be, stil
 ``registered_bytes``.
 
 ``Tensor.record_stream`` is not needed: it keeps the allocator from reusing a tensor's memory while another stream still
-works on it. The only device tensors here are views of the KV cache, which outlives this engine, and no temporary is
-made: both sides of each copy are contiguous bytes of the same dtype, so it is one ``cudaMemcpyAsync``. That blocks of
-the cache are not reused too early is the caller's part (``wait``).
+works on it. The device tensors here are views of the KV cache, which outlives this engine, and staging buffers, which
+one stream alone uses: the one that they were allocated for. Both sides of each copy between the device and the host are
+contiguous bytes of the same dtype, so that it is one ``cudaMemcpyAsync``. That blocks of the cache are not reused too
+early is the caller's part (``wait``).
 """
 
 from __future__ import annotations
@@ -25,21 +27,27 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierkv.errors import TransferError
-from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_host_offsets
+from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_starts
 from tierkv.transfer.fifo import FifoEngine
 from tierkv.transfer.pin import PIECE_BYTES, Pinner, cut
 from tierkv.transfer.plan import Run, Transfer, runs
+from tierkv.transfer.staging import Planes, planes_of
+from tierkv.types import Offsets
 
 # cudaError_t, where a value has its own meaning for us.
 _SUCCESS = 0
 _ALREADY_REGISTERED = 712
 
+#: Device memory for staging, at most, in each direction.
+STAGED_BYTES = 32 << 20
+
 
 class CudaCopyEngine(FifoEngine):
-    """Copies page by page, with runs of blocks that touch on both sides merged.
+    """Copies whole runs of planes, or staged blocks; what touches on both sides is one copy.
 
     Thread safety: as ``CopyEngine``; ``registered_bytes`` may be read by any thread.
     """
@@ -51,8 +59,7 @@ class CudaCopyEngine(FifoEngine):
         """
         self._device = groups[0].device
         self._host = torch.frombuffer(region.view, dtype=torch.int8)
-        # One dtype on both sides: a copy that converts would need a temporary.
-        self._pages = [[page.view(torch.int8) for page in group.pages] for group in groups]
+        self._planes = [planes_of(group) for group in groups]
         self._piece_bytes = piece_bytes
         with torch.cuda.device(self._device):
             self._streams = {store: _new_stream() for store in (True, False)}
@@ -78,7 +85,8 @@ class CudaCopyEngine(FifoEngine):
         return event
 
     def _copy(self, transfer: Transfer, begun: torch.cuda.Event) -> tuple[int, float]:
-        plan = self._plan(transfer)  # everything is checked before the first byte moves
+        # Everything is checked before the first byte moves.
+        starts = [checked_starts(copies, self.groups, self.region.size) for copies in transfer.copies]
         stream = self._streams[transfer.store]
         start, end = _new_event(), _new_event()
         nbytes = 0
@@ -87,23 +95,47 @@ class CudaCopyEngine(FifoEngine):
             stream.wait_event(begun)
             start.record(stream)
             try:
-                for page, page_runs in plan:
-                    nbytes += copy_runs(page, self._host, page_runs, self._piece_bytes, to_host=transfer.store)
+                for copies, where in zip(transfer.copies, starts, strict=True):
+                    for planes in self._planes[copies.group]:
+                        nbytes += self._copy_planes(planes, copies.blocks, where, transfer.store)
             finally:
                 # Also after an error: what was enqueued before it must not move bytes after the report.
                 end.record(stream)
                 end.synchronize()
         return nbytes, start.elapsed_time(end) / 1000
 
-    def _plan(self, transfer: Transfer) -> list[tuple[torch.Tensor, list[Run]]]:
-        """For each page of each group, which runs to copy."""
-        plan = []
-        for copies in transfer.copies:
-            host_offsets = checked_host_offsets(copies, self.groups, self.region.size)
-            for page, offsets in zip(self._pages[copies.group], host_offsets.T, strict=True):
-                touching = page.stride(0) == page.shape[1]
-                plan.append((page, runs(copies.blocks, offsets, int(page.shape[1]), touching)))
-        return plan
+    def _copy_planes(self, planes: Planes, blocks: Offsets, starts: Offsets, store: bool) -> int:
+        """Enqueue the copies of ``planes`` on the current stream; returns the bytes that they move."""
+        if store:
+            mine = planes.mine(blocks)
+            blocks, starts = blocks[mine], starts[mine]
+        if planes.direct is not None:
+            return sum(
+                self._copy_rows(rows, blocks, starts + offset, rows.stride(0) == rows.shape[1], store)
+                for rows, offset in planes.direct
+            )
+        step, nbytes = max(1, STAGED_BYTES // planes.nbytes), 0
+        for at in range(0, len(blocks), step):
+            some, where = blocks[at : at + step], starts[at : at + step]
+            index = torch.from_numpy(np.array(some)).to(self._device)
+            order = np.arange(len(some))
+            rows = (
+                planes.gather(index)
+                if store
+                else torch.empty((len(some), planes.nbytes), dtype=torch.int8, device=self._device)
+            )
+            for span in planes.spans:
+                part = rows[:, span.staged : span.staged + span.nbytes]
+                nbytes += self._copy_rows(part, order, where + span.offset, part.is_contiguous(), store)
+            if not store:
+                planes.scatter(rows, index)
+        return nbytes
+
+    def _copy_rows(
+        self, rows: torch.Tensor, numbers: Offsets, host_offsets: Offsets, touching: bool, store: bool
+    ) -> int:
+        found = runs(numbers, host_offsets, int(rows.shape[1]), touching)
+        return copy_runs(rows, self._host, found, self._piece_bytes, to_host=store)
 
     # On the pinning thread. An error that the runtime remembers there is found by nobody.
 
@@ -127,7 +159,7 @@ def copy_runs(
     """Enqueue the copies of ``page_runs`` on the current stream; returns the bytes that they move.
 
     Args:
-        page: ``(num_blocks, page_bytes)`` int8. host: ``(region size,)`` int8.
+        page: ``(rows, bytes)`` int8. host: ``(region size,)`` int8.
         piece_bytes: no single copy crosses a multiple of this in ``host``.
     """
     page_bytes = int(page.shape[1])

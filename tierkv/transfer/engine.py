@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from tierkv.errors import TransferError, UnsupportedError
+from tierkv.layout.mapping import Piece, View, pieces_of
 from tierkv.layout.packing import GroupPacking
 from tierkv.transfer.plan import BlockCopies, Transfer
 from tierkv.types import Offsets
@@ -55,43 +55,60 @@ class TransferResult(NamedTuple):
     error: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+#: What holds one plane's share on the device: a view a part of its cells. Each is int8, ``(blocks, …, bytes)`` in the
+#: canonical order, with whatever strides.
+Parts = tuple["torch.Tensor", ...]
+
+
 class DeviceGroup:
     """One group's device memory on this rank.
 
-    pages: for each layer of ``packing.group.pages``, an int8 view of shape ``(num_blocks, page_bytes)`` with strides
-    ``(block_stride, 1)``: row b is the page of block b.
-
-    Raises:
-        TransferError: the views are not like that.
+    planes: for each layer of ``packing.group.pages``, for each of its planes, the parts.
+    pieces: in the same order, how each is copied.
     """
 
-    packing: GroupPacking
-    pages: tuple[torch.Tensor, ...]
-
-    def __post_init__(self) -> None:
-        specs = self.packing.group.pages
-        where = f"group {self.packing.group.group}"
-        if len(self.pages) != len(specs):
-            raise TransferError(f"{where}: {len(self.pages)} views for {len(specs)} layers")
-        for spec, view in zip(specs, self.pages, strict=True):
-            shape = tuple(view.shape)
-            if len(shape) != 2 or shape[1] != spec.page_bytes or view.element_size() != 1:
+    def __init__(self, packing: GroupPacking, planes: Sequence[Sequence[Parts]]) -> None:
+        """
+        Raises:
+            TransferError: the views are not those of this rank's shares. UnsupportedError: see ``pieces_of``.
+        """
+        self.packing = packing
+        self.planes = tuple(tuple(map(tuple, page)) for page in planes)
+        specs, where = packing.group.pages, f"group {packing.group.group}"
+        if [len(page) for page in self.planes] != [len(shares) for shares in packing.shares]:
+            raise TransferError(f"{where}: views of {len(self.planes)} layers for {len(specs)} layers and their planes")
+        views = [part for page in self.planes for parts in page for part in parts]
+        self.device, self.num_blocks = views[0].device, int(views[0].shape[0])
+        for view in views:
+            if view.element_size() != 1 or view.dim() < 2:
                 raise TransferError(
-                    f"{where}, {spec.layer}: expected bytes of shape (blocks, {spec.page_bytes}), got {shape}"
+                    f"{where}: expected bytes of shape (blocks, …, bytes), got {view.dtype}, {view.shape}"
                 )
-            if view.stride(1) != 1 or (shape[0] > 1 and view.stride(0) < spec.page_bytes):
-                raise TransferError(f"{where}, {spec.layer}: strides {view.stride()} do not keep pages whole and apart")
-            if view.device != self.pages[0].device or shape[0] != self.num_blocks:
-                raise TransferError(f"{where}, {spec.layer}: another device or number of blocks than the first layer")
+            if view.device != self.device or view.shape[0] != self.num_blocks:
+                raise TransferError(f"{where}: another device or number of blocks than the first view's")
+            _check_apart(view, where)
+        self.pieces: list[Piece] = []
+        for spec, page, shares in zip(specs, self.planes, packing.shares, strict=True):
+            try:
+                for share, parts in zip(shares, page, strict=True):
+                    self.pieces += pieces_of(share, [view_of(part) for part in parts])
+            except TransferError as error:
+                raise TransferError(f"{where}, {spec.layer}: {error}") from error
 
-    @property
-    def num_blocks(self) -> int:
-        return int(self.pages[0].shape[0])
 
-    @property
-    def device(self) -> torch.device:
-        return self.pages[0].device
+def view_of(part: torch.Tensor) -> View:
+    """Where ``part`` is, as numbers."""
+    return View(part.data_ptr(), tuple(part.shape), part.stride())
+
+
+def _check_apart(view: torch.Tensor, where: str) -> None:
+    """No two elements of ``view`` share a byte, as far as that can be told from its strides."""
+    within = 1
+    for stride, count in sorted(zip(view.stride(), view.shape, strict=True)):
+        if count > 1:
+            if stride < within:
+                raise TransferError(f"{where}: strides {view.stride()} of shape {tuple(view.shape)} overlap")
+            within = stride * count
 
 
 class CopyEngine(abc.ABC):
@@ -154,8 +171,9 @@ def make_engine(groups: Sequence[DeviceGroup], region: HostMemory) -> CopyEngine
     raise UnsupportedError(f"no copies for devices of type {kind!r}; there are for: cpu, cuda")
 
 
-def checked_host_offsets(copies: BlockCopies, groups: Sequence[DeviceGroup], region_size: int) -> Offsets:
-    """``(n, pages)`` host offsets of ``copies``, after all that could lead outside of either memory is ruled out.
+def checked_starts(copies: BlockCopies, groups: Sequence[DeviceGroup], region_size: int) -> Offsets:
+    """Where each block of ``copies`` begins in the region, after all that could lead outside of either memory is
+    ruled out: ``(n,)`` int64.
 
     Raises:
         TransferError: a group, block, position or slot that does not exist.
@@ -171,7 +189,7 @@ def checked_host_offsets(copies: BlockCopies, groups: Sequence[DeviceGroup], reg
     _within(copies.blocks, group.num_blocks, "device block")
     _within(copies.positions, packing.group.blocks_per_chunk, "position within the chunk")
     _within(copies.slot_offsets, region_size - packing.chunk_bytes + 1, "slot offset")
-    return packing.host_offsets(copies.slot_offsets, copies.positions)
+    return packing.block_offsets(copies.slot_offsets, copies.positions)
 
 
 def _within(numbers: Offsets, bound: int, what: str) -> None:
