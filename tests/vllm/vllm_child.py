@@ -63,6 +63,15 @@ class EngineProcess:
             if libc.mount(*arguments) != 0:
                 raise OSError(ctypes.get_errno(), "mount")
 
+    def allow_layout(self, name: str) -> None:
+        """Let the CPU's attention run with another order of the KV cache's dimensions, too: its kernels take strides."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        allowed = (KVCacheLayout.LBHNC, KVCacheLayout[name])
+        CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: allowed)
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = name
+
     # -- the engine's life
 
     def start(self, model: str, options: Json) -> Json:
@@ -83,7 +92,8 @@ class EngineProcess:
                 **options,
             },
         )
-        return {"device_blocks": self.free_blocks()}
+        layout = str(self.llm.llm_engine.vllm_config.cache_config.kv_cache_layout)
+        return {"device_blocks": self.free_blocks(), "layout": layout}
 
     def stop(self) -> None:
         if self.llm is not None:

@@ -176,7 +176,7 @@ class Engine:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(address))
         self._stream = self._socket.makefile("rw", encoding="utf-8")
-        self.device_blocks = 0
+        self.device_blocks, self.layout = 0, ""
         self.pid: int = self("hello", log_path=str(log), environment=environment)
 
     def __call__(self, command: str, patience: float = 120.0, /, **arguments: Any) -> Any:
@@ -204,7 +204,7 @@ class Engine:
         if kv_transfer_config is not None:
             options["kv_transfer_config"] = kv_transfer_config
         started = self("start", model=str(self._models.folder(model)), options=options)
-        self.device_blocks = started["device_blocks"]
+        self.device_blocks, self.layout = started["device_blocks"], started["layout"]
 
     def generate(self, prompts: Sequence[Prompt], together: bool = False, **params: Any) -> list[Json]:
         return self("generate", prompts=list(prompts), together=together, params=params)
