@@ -64,7 +64,7 @@ class EngineProcess:
                 raise OSError(ctypes.get_errno(), "mount")
 
     def allow_layout(self, name: str) -> None:
-        """Let the CPU's attention run with another order of the KV cache's dimensions, too: its kernels take strides."""
+        """Let the CPU's attention run with another order of the KV cache's dimensions, too."""
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
