@@ -193,3 +193,33 @@ def test_a_table() -> None:
         "much   c     steps                 1                never",
         "- a note",
     ]
+
+
+def test_copy_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
+    assert cli.main(["bench", "copy", "--bytes", "1000000", "--rounds", "2", "--json"]) == 0
+    found = check_figures(lines(capsys.readouterr().out), "copy", 2)
+    cases = {"direct, 4 KiB", "direct, 64 KiB", "direct, 1 MiB", "transposed, 256 B", "transposed, 4 KiB"}
+    measures = {"store", "store: share", "load", "load: share", "descriptors"}
+    assert set(found) == {(m, c) for m in measures for c in cases}
+    assert all(figure["tierkv"]["median"] > 0 for figure in found.values())
+
+
+def test_copy_refuses_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    assert cli.main(["bench", "copy", "--device", "cuda"]) == 2
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_copy_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
+    from tierkv.bench import copy
+    from tierkv.layout.spec import Plane
+
+    bed = copy.Bed("cpu", Plane("kv", 1, 1, 4096), False, 1 << 20)
+    monkeypatch.setattr(bed, "run", lambda store: bed.host.zero_())
+    with pytest.raises(BenchError, match="other bytes"):
+        bed.check()
+    bed.close()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm_harness import Engines, Oracle
 
 #: Blocks of a chunk, by model: every model and every size occurs.
-CHUNKS = {"llama": 1, "mistral": 2, "gemma3": 2, "gpt-oss": 4}
+CHUNKS = {"llama": 1, "qwen3": 3, "mistral": 2, "gemma3": 2, "gpt-oss": 4}
 
 
 def _lengths(chunk: int) -> list[int]:

@@ -20,7 +20,7 @@ from vllm_harness import (
 )
 
 if TYPE_CHECKING:
-    from vllm_harness import Engines, Json, Oracle
+    from vllm_harness import Engines, Json
 
 CHUNK = 2 * BLOCK
 PROMPTS = [tokens(seed, length) for seed, length in ((0, 3 * CHUNK), (1, 515), (2, 4 * CHUNK + 20))]
@@ -31,8 +31,8 @@ def _start(engines: Engines, config: Json) -> Engine:
     return engines.start("llama", config, tensor_parallel_size=2, distributed_executor_backend="mp", **EXTENSION)
 
 
-def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
-    """Reloaded from the host, and from fs by new processes; one rank does not take what two have stored.
+def test_two_ranks(engines: Engines, tmp_path: Path) -> None:
+    """Reloaded from the host, and from fs by new processes.
 
     Both ranks are told what their weights are; what has no name does not share with what has one.
     """
@@ -60,8 +60,3 @@ def test_two_ranks(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     assert same(again, cold)
     second.close()
     assert_shm_clean(before)
-
-    with engines.running("llama", config) as single:
-        answers = single.generate(PROMPTS)
-        assert [a["external"] for a in answers] == [0, 0, 0]
-        assert same(answers, oracle("llama", PROMPTS))

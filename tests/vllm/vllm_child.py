@@ -72,6 +72,20 @@ class EngineProcess:
         CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: allowed)
         os.environ["VLLM_KV_CACHE_LAYOUT"] = name
 
+    def allow_latent_prefix_caching(self) -> None:
+        """Multi-head latent attention on the CPU has all that prefix caching needs, but is started without it."""
+        from vllm.platforms.cpu import CpuPlatform
+
+        check = CpuPlatform.check_and_update_config.__func__
+
+        def check_and_keep(cls: Any, vllm_config: Any) -> None:
+            scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+            kept = scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens
+            check(cls, vllm_config)
+            scheduler.enable_chunked_prefill, cache.enable_prefix_caching, scheduler.max_num_batched_tokens = kept
+
+        CpuPlatform.check_and_update_config = classmethod(check_and_keep)
+
     # -- the engine's life
 
     def start(self, model: str, options: Json) -> Json:

@@ -7,7 +7,7 @@ from typing import Any
 
 VOCAB = 512
 WINDOW = 128
-MODELS = ("llama", "mistral", "gemma3", "gpt-oss")
+MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt-oss")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -31,6 +31,26 @@ def _config(name: str) -> Any:
 
     if name == "llama":  # one full-attention group
         return transformers.LlamaConfig(**_COMMON, num_hidden_layers=4)
+    if name == "qwen3":  # one group, with norms of queries and keys
+        return transformers.Qwen3Config(**_COMMON, num_hidden_layers=4)
+    if name == "deepseek":  # one group of latents
+        return transformers.DeepseekV2Config(
+            **{**_COMMON, "num_key_value_heads": 4},
+            num_hidden_layers=3,
+            moe_intermediate_size=64,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+        )
     if name == "mistral":  # one group, every layer with a sliding window
         return transformers.MistralConfig(**_COMMON, num_hidden_layers=4, sliding_window=WINDOW)
     if name == "gemma3":  # five layers with a window to one without

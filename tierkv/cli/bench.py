@@ -26,6 +26,11 @@ Runs a small model on a real engine and measures what offloading costs when noth
 steps of a running request take while much is being promoted for others from a slow tier.
 """
 
+_COPY = """\
+Copies blocks of many layers between device and host memory with the engine that a worker uses, compares what comes
+back, and measures its share of the speed of one plain copy: pages as they lie, and pages that must be transposed.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine")
@@ -69,6 +74,19 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_promotion(engine)
     engine.add_argument("--json", action="store_true", help=_JSON_HELP)
     engine.set_defaults(run=run_engine)
+    copy = benches.add_parser(
+        "copy",
+        help="the copies between device and host",
+        description=_COPY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    copy.add_argument(
+        "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
+    )
+    copy.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns (default: %(default)s)")
+    copy.add_argument("--json", action="store_true", help=_JSON_HELP)
+    copy.set_defaults(run=run_copy)
 
 
 def run_index(args: argparse.Namespace) -> int:
@@ -114,6 +132,14 @@ def run_engine(args: argparse.Namespace) -> int:
         turns=args.turns, rounds=args.rounds, promote_bytes=args.promote_bytes, latency_s=args.latency
     )
     engine.run(options, Report("engine", args.json))
+    return 0
+
+
+def run_copy(args: argparse.Namespace) -> int:
+    from tierkv.bench import copy
+    from tierkv.bench.report import Report
+
+    copy.run(copy.CopyOptions(device=args.device, nbytes=args.bytes, rounds=args.rounds), Report("copy", args.json))
     return 0
 
 
