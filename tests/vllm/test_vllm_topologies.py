@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ def written(engine: Engine, root: Path) -> list[Json]:
     engine.drain()
     settle(root)
     engine.close()
+    (namespace,) = root.glob("*/namespace.json")
+    assert json.loads(namespace.read_text())["layout"] == "canonical-1"
     return answers
 
 
