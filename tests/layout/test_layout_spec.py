@@ -42,6 +42,14 @@ def test_the_first_needed_token_is_the_first_that_is_attended_to(kind: str, wind
     assert spec.first_needed_token(at) == next(token for token in range(at + 1) if attends(token))
 
 
+def test_of_states_the_block_that_ends_at_the_boundary_is_needed() -> None:
+    spec = GroupSpec(0, "state", 16, 1, 0, PAGES)
+    assert [spec.first_needed_token(16 * n) for n in range(4)] == [0, 0, 16, 32]
+    assert spec.windowed and not group().windowed
+    with pytest.raises(ValueError, match="one block, not 4"):
+        group("state")
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="'mamba'; known: full"):
         group("mamba")

@@ -12,7 +12,7 @@ from tierkv.tiering.hits import Range, best_boundary, fitting_limit, needed
 
 groups = st.lists(
     st.tuples(
-        st.sampled_from(["full", "sliding_window", "chunked_local", "mla"]),
+        st.sampled_from(["full", "sliding_window", "chunked_local", "mla", "state"]),
         st.integers(1, 30),
         st.sampled_from([1, 2, 4]),
     ),
@@ -20,7 +20,12 @@ groups = st.lists(
     max_size=3,
 ).map(
     lambda kinds: [
-        group(i, kind, 0 if kind in ("full", "mla") else window, blocks=blocks)
+        group(
+            i,
+            kind,
+            window if kind in ("sliding_window", "chunked_local") else 0,
+            blocks=1 if kind == "state" else blocks,
+        )
         for i, (kind, window, blocks) in enumerate(kinds)
     ]
 )
@@ -54,14 +59,14 @@ def test_the_boundary_is_the_largest_that_every_group_can_serve(data: st.DataObj
     def gap(n: int, want: Range) -> int | None:
         asked.append((n, want))
         holes = np.flatnonzero(~usable[n][want.first : want.last])
-        return want.first + int(holes[-1 if specs[n].window else 0]) if len(holes) else None
+        return want.first + int(holes[-1 if specs[n].windowed else 0]) if len(holes) else None
 
     found = best_boundary(specs, gap, local, min(limit, complete), TOKENS)
     candidates = [b for b in range(local + TOKENS, limit + 1, TOKENS) if servable(specs, usable, local, b)]
     assert found.tokens == max(candidates, default=local)
     assert found.tokens <= found.whole
     assert all(not usable[n][chunk] for n, chunk in found.gaps)
-    whole = [n for n, _ in asked if not specs[n].window]
+    whole = [n for n, _ in asked if not specs[n].windowed]
     assert len(whole) == len(set(whole))  # a long prefix is gone through once
 
 

@@ -416,6 +416,7 @@ def machine(*groups: GroupSpec, examples: int) -> Any:
 
 TestOneGroup = machine(group(0), examples=40)
 TestTwoGroups = machine(group(0), group(1, "sliding_window", window=2 * TOKENS), examples=40)
+TestStates = machine(group(0, blocks=2), group(1, "state", page=700), examples=20)
 #: Slots of three sizes, so that slabs move.
 TestThreeSizes = machine(
     group(0),

@@ -46,6 +46,24 @@ def test_a_model_of_nothing_but_windows(only: GroupSpec, longer: int, shorter: i
         audit(bench)
 
 
+@pytest.mark.parametrize("where", ["host", "tier"])
+def test_a_hit_needs_the_one_state_at_its_end(where: str) -> None:
+    """Of states only a few are kept; the longest prefix of attention that ends at one of them is served."""
+    with Bench([group(0), group(1, "state", page=700)], slots=64, tiers=[puppet()]) as bench:
+        attention, states = bench.chunks("a", 20)
+        store(bench, [attention.slice(0, 17), states.slice(3, 4), states.slice(11, 12), states.slice(18, 19)])
+        if where == "tier":
+            bench.forget_host()
+        assert bench.load("a", 20, "r") == 12 * TOKENS  # not 19: attention ends before
+        assert bench.load("a", 11, "r2") == 4 * TOKENS
+        assert bench.load("a", 3, "r3") == 0
+        if where == "tier":
+            wanted = {attention.name(i) for i in range(12)} | {states.name(11), states.name(3)}
+            assert set(puppet_of(bench).loaded) == wanted
+        bench.assert_at_rest()
+        audit(bench)
+
+
 def test_a_hole_in_a_window_moves_the_boundary_before_it() -> None:
     spec = group(0, "sliding_window", window=3 * TOKENS)
     with Bench([spec], slots=64, tiers=[puppet()]) as bench:

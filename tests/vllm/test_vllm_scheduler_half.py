@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiering_harness import TOKENS, Bench, hashes
+from tiering_harness import TOKENS, Bench, group, hashes
 
 from tierkv.keys import new_generation
 
@@ -19,7 +19,8 @@ def half(bench: Bench, extended: bool = False) -> Any:
     from tierkv.connector.config import Deployment
     from tierkv.connector.scheduler import SchedulerHalf
 
-    deployment = Deployment(bench.config, bench.model, (0,), (TOKENS,), TOKENS, TOKENS, extended)
+    ids = tuple(range(len(bench.model.groups)))
+    deployment = Deployment(bench.config, bench.model, ids, (TOKENS,) * len(ids), TOKENS, TOKENS, extended)
     return SchedulerHalf(deployment, bench.manager, bench.region)
 
 
@@ -90,6 +91,57 @@ def test_stores_are_fenced_against_another_connector_s_load(scheduled: bool) -> 
         ours.allocated(two, blocks([1, 2, 3, 4]), 0)
         later = step([new_request([1, 2, 3, 4, 6], 16)], {"q": 1}, [1, 2, 3, 4, 6]) if scheduled else step()
         assert ours.plan_step(later).flush == {store.job_id}
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_states_are_stored_where_the_engine_names_them(stale: bool) -> None:
+    """Not what the block table has: a block of states may hold one in mid-block."""
+    with Bench([group(0), group(1, "state")]) as bench:
+        ours, one = half(bench), request("r", "a", 6)
+        if stale:
+            ours.reset(device_is_empty=False)
+        ours.new_request(one)
+        local = 2 * TOKENS if stale else 0
+        assert ours.matched_tokens(one, local) == 0
+        attention, states = [1, 2, 3, 4, 5], [0, 11, 0, 12, 13]
+        ours.allocated(one, SimpleNamespace(blocks=([SimpleNamespace(block_id=b) for b in attention], [])), 0)
+        one.num_computed_tokens = local
+        output = step((), {"r": 5 * TOKENS - local})
+        output.kv_connector_block_state = SimpleNamespace(
+            get_block_ids=lambda _: (attention, states),
+            # Of the right group, at the end of a block, within what is computed, and not the null block.
+            boundary_state_offloads={
+                "r": [
+                    (1, 11, 2 * TOKENS),
+                    (1, 12, 4 * TOKENS),
+                    (1, 13, 5 * TOKENS - 1),
+                    (1, 0, TOKENS),
+                    (0, 9, TOKENS),
+                ],
+                "q": [(1, 14, TOKENS)],
+            },
+        )
+        (store,) = ours.plan_step(output).stores
+        of_attention, of_states = store.copies
+        assert of_attention.blocks.tolist() == (attention[2:] if stale else attention)
+        assert of_states.blocks.tolist() == ([12] if stale else [11, 12])
+        again = step((), {"r": 1})
+        one.num_computed_tokens = 5 * TOKENS
+        again.kv_connector_block_state = SimpleNamespace(
+            get_block_ids=lambda _: (attention, states), boundary_state_offloads={"r": [(1, 15, 5 * TOKENS)]}
+        )
+        (late,) = ours.plan_step(again).stores
+        assert [c.blocks.tolist() for c in late.copies] == [[15]]
+        ours.finished(one, (attention, states))
+
+
+def test_a_hit_of_the_device_that_ends_within_a_block_is_left_alone() -> None:
+    with Bench([group(0), group(1, "state")]) as bench:
+        bench.store("a", 4)
+        ours, one = half(bench), request("r", "a", 4)
+        ours.new_request(one)
+        assert ours.matched_tokens(one, TOKENS + 1) == 0
+        assert ours.matched_tokens(one, TOKENS) == 3 * TOKENS
 
 
 def test_a_load_whose_chunks_are_gone_is_reported_as_failed_and_stores_nothing() -> None:

@@ -86,6 +86,23 @@ class EngineProcess:
 
         CpuPlatform.check_and_update_config = classmethod(check_and_keep)
 
+    def allow_states(self) -> None:
+        """Mamba2 on the CPU: its kernel returns no states from within a prefill, so none must be asked for.
+
+        The scheduler then ends a step at each boundary whose state is to be kept.
+        """
+        from dataclasses import replace
+
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+        described = MambaMixer2.get_kv_cache_spec
+
+        def without_checkpoints(mixer: Any, vllm_config: Any) -> Any:
+            spec = described(mixer, vllm_config)
+            return replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+        MambaMixer2.get_kv_cache_spec = without_checkpoints
+
     # -- the engine's life
 
     def start(self, model: str, options: Json) -> Json:
@@ -121,6 +138,11 @@ class EngineProcess:
     def free_blocks(self) -> int:
         """Device blocks that no request holds; cached ones are among them."""
         return int(self._core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block, of each group."""
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        return [int(group.kv_cache_spec.block_size) for group in groups]
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges, those of several labels added up, without the ``vllm:``."""

@@ -51,6 +51,52 @@ def _config(name: str) -> Any:
             topk_group=1,
             topk_method="greedy",
         )
+    mamba2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
+    if name == "granite":  # states of Mamba2 in every other layer
+        return transformers.GraniteMoeHybridConfig(
+            **{k: v for k, v in _COMMON.items() if k != "head_dim"},
+            **mamba2,
+            num_hidden_layers=4,
+            layer_types=["mamba", "attention"] * 2,
+            mamba_chunk_size=64,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=128,
+            position_embedding_type="rope",
+        )
+    if name == "falcon-h1":  # states and attention side by side in each layer
+        return transformers.FalconH1Config(
+            **_COMMON, **mamba2, num_hidden_layers=3, mamba_d_ssm=256, mamba_chunk_size=64
+        )
+    if name == "nemotron-h":  # states, attention and perceptrons in layers of their own
+        return transformers.NemotronHConfig(
+            **_COMMON,
+            hybrid_override_pattern="M*-M*",
+            num_hidden_layers=5,
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            n_groups=1,
+            ssm_state_size=16,
+            expand=2,
+            chunk_size=64,
+        )
+    if name == "qwen3-next":  # three layers of gated delta nets to one of attention
+        return transformers.Qwen3NextConfig(
+            **_COMMON,
+            num_hidden_layers=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_conv_kernel_dim=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
     if name == "mistral":  # one group, every layer with a sliding window
         return transformers.MistralConfig(**_COMMON, num_hidden_layers=4, sliding_window=WINDOW)
     if name == "gemma3":  # five layers with a window to one without

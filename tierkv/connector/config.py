@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -38,6 +39,7 @@ KINDS: dict[type[Any], str] = {
     MLAAttentionSpec: "mla",
     SlidingWindowSpec: "sliding_window",
     ChunkedLocalAttentionSpec: "chunked_local",
+    MambaSpec: "state",
 }
 
 
@@ -179,7 +181,7 @@ def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int, vllm
     pages = []
     for layer in group.layer_names:
         spec = compat.layer_spec(group.kv_cache_spec, layer)
-        if type(spec) not in KINDS or spec.tokens_per_state != 1:
+        if type(spec) not in KINDS or not _is_plain(spec):
             raise UnsupportedError(
                 f"layer {layer} has a KV cache of kind {type(spec).__name__}, which is not supported yet; "
                 f"supported: {', '.join(t.__name__ for t in KINDS)}"
@@ -190,15 +192,28 @@ def _group_spec(index: int, group: KVCacheGroupSpec, blocks_per_chunk: int, vllm
         group=index,
         kind=KINDS[type(first)],
         tokens_per_block=group.kv_cache_spec.block_size,
-        blocks_per_chunk=blocks_per_chunk,
+        blocks_per_chunk=1 if isinstance(first, MambaSpec) else blocks_per_chunk,
         window=_window(first),
         pages=tuple(pages),
     )
 
 
-def _page(layer: str, spec: AttentionSpec, vllm_config: VllmConfig) -> LayerPage:
-    """The canonical page of a layer, or an opaque one where the heads of all ranks cannot be told."""
+def _is_plain(spec: Any) -> bool:
+    """Attention: one cell a token. States: kept at the ends of blocks, and nothing speculative among them."""
+    if isinstance(spec, MambaSpec):
+        return bool(spec.mamba_cache_mode == "align" and not spec.num_speculative_blocks)
+    return bool(spec.tokens_per_state == 1)
+
+
+def _page(layer: str, spec: KVCacheSpec, vllm_config: VllmConfig) -> LayerPage:
+    """The canonical page of a layer, or an opaque one where the heads of all ranks cannot be told.
+
+    States are opaque: a MambaSpec has the shapes of this rank's part, and not along which of their dimensions, nor in
+    how many sections (of a convolution: inputs, B and C, each by itself), a kernel's author has split them.
+    """
     ranks = vllm_config.parallel_config.world_size
+    if isinstance(spec, MambaSpec):
+        return LayerPage.opaque(layer, spec.state_content_size_bytes, ranks)
     heads = compat.total_kv_heads(layer, spec, vllm_config)
     if heads is None:
         return LayerPage.opaque(layer, spec.unpadded_page_size_bytes, ranks)
@@ -206,7 +221,15 @@ def _page(layer: str, spec: AttentionSpec, vllm_config: VllmConfig) -> LayerPage
     return LayerPage(layer, (Plane(name, heads, spec.num_states, spec.state_content_size_bytes),))
 
 
-def _window(spec: AttentionSpec) -> int:
+def _cell(spec: KVCacheSpec) -> str:
+    """What a cell is made of, for the namespace."""
+    if isinstance(spec, MambaSpec):
+        shapes = "+".join(f"{tuple(s)}:{d}" for s, d in zip(spec.shapes, spec.dtypes, strict=True))
+        return f"{spec.mamba_type.name}:{shapes}"
+    return f"{spec.head_size}+{spec.head_size_v}:{spec.dtype}:{spec.kv_quant_mode.name}"
+
+
+def _window(spec: KVCacheSpec) -> int:
     if isinstance(spec, SlidingWindowSpec):
         return int(spec.sliding_window + spec.extra_retained_tokens)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -223,7 +246,7 @@ def _group_namespace(spec: GroupSpec, group: KVCacheGroupSpec) -> GroupNamespace
         window=spec.window,
         layers=tuple(p.layer for p in spec.pages),
         pages=tuple(map(str, spec.pages)),
-        cells=tuple(f"{s.head_size}+{s.head_size_v}:{s.dtype}:{s.kv_quant_mode.name}" for s in specs),
+        cells=tuple(map(_cell, specs)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,14 @@ def storable_chunks(group: GroupSpec, blocks: Sequence[int], first: int, last: i
     if NULL_BLOCK not in blocks[first * size : last * size]:
         return range(first, max(first, last))
     return [chunk for chunk in range(first, last) if NULL_BLOCK not in blocks[chunk * size : (chunk + 1) * size]]
+
+
+def sparse_table(blocks: Mapping[int, int]) -> list[int]:
+    """A block table with these places, and null blocks elsewhere."""
+    table = [NULL_BLOCK] * (max(blocks, default=-1) + 1)
+    for place, block in blocks.items():
+        table[place] = block
+    return table
 
 
 def store_copies(

@@ -8,8 +8,9 @@ request ends. Nothing here waits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -18,6 +19,7 @@ from tierkv.connector import plans
 from tierkv.connector.config import Deployment
 from tierkv.connector.metadata import Geometry, StepPlan, StepReport
 from tierkv.keys import RequestChunks
+from tierkv.layout.spec import STATE
 from tierkv.params import TransferParams, read_params
 from tierkv.tiering.query import Query
 from tierkv.transfer.plan import BlockCopies, Transfer
@@ -25,7 +27,7 @@ from tierkv.types import Chunks, RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
     from tierkv.host.region import Region
@@ -39,8 +41,9 @@ class RequestState:
     """One request.
 
     named: its complete chunks by group. stored: by group, the next one to be considered for a store.
-    local: tokens that were on the device when it was admitted. computed: tokens whose KV is there once the
-    steps that were planned have run; the engine's own count also has what another connector may yet fail to load.
+    local: tokens that were on the device when it was admitted. stale: those of them that are not of its space.
+    computed: tokens whose KV is there once the steps that were planned have run; the engine's own count also has what
+    another connector may yet fail to load.
 
     A request keeps the space that it was admitted in: what it has computed since belongs to that one.
     """
@@ -51,6 +54,7 @@ class RequestState:
     named: RequestChunks
     stored: list[int] = field(default_factory=list)
     local: int = 0
+    stale: int = 0
     computed: int = 0
     loading: bool = False
     sources: dict[str, int] = field(default_factory=dict)
@@ -92,6 +96,10 @@ class SchedulerHalf:
         self._region = region
         self._groups = deployment.model.groups
         self._ranks = deployment.model.ranks
+        #: The engine's groups of states, and tokens of their chunks.
+        self._state_groups = {
+            i: g.tokens_per_chunk for g, i in zip(self._groups, deployment.group_ids, strict=True) if g.kind == STATE
+        }
         model = deployment.model
         self._geometry = Geometry(model.ranks, tuple(model.chunk_bytes(i) for i in range(len(model.groups))))
         self._requests: dict[str, RequestState] = {}
@@ -121,7 +129,8 @@ class SchedulerHalf:
             return None
         state = self._requests[request.request_id]
         self._admit(state, local)
-        if request.skip_reading_prefix_cache:
+        # A device's hit may end within a block (of states); nothing that begins there can be loaded.
+        if request.skip_reading_prefix_cache or local % self._deployment.align:
             return 0
         # The last token is always computed: its logits are wanted.
         limit = request.num_tokens - 1
@@ -188,10 +197,11 @@ class SchedulerHalf:
             if state is None:
                 continue
             state.computed = state.request.num_computed_tokens + scheduled
-            if self._has_new_chunk(state):
+            states = self._states_of(request_id, block_state)
+            if states or self._has_new_chunk(state):
                 tables = block_state.get_block_ids(request_id) if block_state is not None else None
                 if tables is not None:
-                    self._store(state, tables)
+                    self._store(state, tables, states)
         plan, self._plan = self._plan, self._empty_plan()
         plan.flush = flush
         return plan
@@ -272,8 +282,8 @@ class SchedulerHalf:
         state.computed = 0
         state.loading = False
         # What the device has kept from before a reset is not of the present space, whatever its hashes say.
-        first = local if self._device_is_stale else 0
-        state.stored = [-(-first // g.tokens_per_chunk) for g in self._groups]
+        state.stale = local if self._device_is_stale else 0
+        state.stored = [-(-state.stale // g.tokens_per_chunk) for g in self._groups]
         state.named.extend(state.request.block_hashes)
 
     def _name_chunks(self) -> RequestChunks:
@@ -291,14 +301,39 @@ class SchedulerHalf:
         tokens = self._storable_tokens(state)
         return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored, strict=True))
 
-    def _store(self, state: RequestState, tables: Sequence[Sequence[int]]) -> None:
-        """Plan to store the chunks that are complete now."""
+    def _states_of(self, request_id: str, block_state: KVConnectorBlockState | None) -> dict[int, dict[int, int]]:
+        """The states that this step leaves at the ends of blocks: engine's group → chunk → device block.
+
+        A block table does not say what a block of states holds: it may be the state in mid-block of a request that goes
+        on. The engine names those that hold what their place says.
+        """
+        states: dict[int, dict[int, int]] = {}
+        if self._state_groups and block_state is not None:
+            for i, block, boundary in block_state.boundary_state_offloads.get(request_id, ()):
+                size = self._state_groups.get(i)
+                if size is not None and block != plans.NULL_BLOCK and boundary % size == 0:
+                    states.setdefault(i, {})[boundary // size - 1] = block
+        return states
+
+    def _store(
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
+        states: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """Plan to store the chunks that are complete now. ``states``: see ``_states_of``."""
+        if self._state_groups:
+            tables = list(tables)
+            for i in self._state_groups:
+                tables[i] = plans.sparse_table(states.get(i, {}))
         tokens = self._storable_tokens(state)
         state.named.extend(state.request.block_hashes)
         chosen: list[Sequence[int]] = []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
             last = min(tokens // group.tokens_per_chunk, len(state.named.chunks[n]))
             first = state.stored[n] if state.stored else last
+            if group.kind == STATE:  # the engine names each once, and may do so late
+                first = -(-state.stale // group.tokens_per_chunk)
             chosen.append(plans.storable_chunks(group, tables[i], first, last) if last > first else [])
             if state.stored:
                 state.stored[n] = max(first, last)

@@ -14,7 +14,8 @@ FULL: Final = "full"
 SLIDING_WINDOW: Final = "sliding_window"
 CHUNKED_LOCAL: Final = "chunked_local"
 MLA: Final = "mla"
-KINDS: Final = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, MLA)
+STATE: Final = "state"
+KINDS: Final = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, MLA, STATE)
 
 
 #: The plane of a page that is copied as it is: its "heads" are the ranks. Only engines of one topology share it.
@@ -73,7 +74,8 @@ class GroupSpec:
     """Layers that share a block table.
 
     group: the engine's group id.
-    kind: ``full``, ``sliding_window``, ``chunked_local`` or ``mla``.
+    kind: ``full``, ``sliding_window``, ``chunked_local``, ``mla``, or ``state``: a recurrent state (Mamba, linear
+        attention), of which a block holds what it is after the block's last token; such a chunk is one block.
     window: tokens. For ``sliding_window``: a query sees the ``window - 1`` tokens before it and itself; for
         ``chunked_local``: the size of an attention chunk; 0 for the others.
     pages: the layers in canonical order.
@@ -97,6 +99,8 @@ class GroupSpec:
             raise ValueError(f"group {self.group}: tokens_per_block and blocks_per_chunk must be positive")
         if (self.window > 0) != (self.kind in (SLIDING_WINDOW, CHUNKED_LOCAL)):
             raise ValueError(f"group {self.group}: a window of {self.window} tokens does not fit kind {self.kind!r}")
+        if self.kind == STATE and self.blocks_per_chunk != 1:
+            raise ValueError(f"group {self.group}: a chunk of states is one block, not {self.blocks_per_chunk}")
         if not self.pages or any(page.page_bytes <= 0 for page in self.pages):
             raise ValueError(f"group {self.group}: needs at least one page, and each page at least one byte")
 
@@ -105,12 +109,18 @@ class GroupSpec:
         return self.tokens_per_block * self.blocks_per_chunk
 
     @property
+    def windowed(self) -> bool:
+        """Whether a hit needs the chunks next to its boundary only."""
+        return self.kind in (SLIDING_WINDOW, CHUNKED_LOCAL, STATE)
+
+    @property
     def block_bytes(self) -> int:
         """All pages of one block."""
         return sum(page.page_bytes for page in self.pages)
 
     def first_needed_token(self, boundary: int) -> int:
-        """The first token whose KV the token at position ``boundary`` can attend to.
+        """The first token whose KV the token at position ``boundary`` can attend to; of states, the first of the block
+        that ends at ``boundary``.
 
         With ``boundary`` tokens found in the cache, the engine goes on at position ``boundary``: the KV of tokens
         before the result is never read again, by that token or a later one.
@@ -119,6 +129,8 @@ class GroupSpec:
             return max(0, boundary - self.window + 1)
         if self.kind == CHUNKED_LOCAL:
             return boundary // self.window * self.window
+        if self.kind == STATE:
+            return max(0, boundary - self.tokens_per_block)
         return 0
 
 

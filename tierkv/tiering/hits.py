@@ -77,10 +77,10 @@ def best_boundary(groups: Sequence[GroupSpec], gap: Gap, local: int, limit: int,
         return chunk is not None
 
     for n, group in enumerate(groups):
-        if not group.window:
+        if not group.windowed:
             cut(n)
     whole = max(boundary, local)
-    windowed = [n for n, group in enumerate(groups) if group.window]
+    windowed = [n for n, group in enumerate(groups) if group.windowed]
     # A boundary beyond a hole of a window needs that hole, and so does every smaller one down to the hole's own first
     # token, since the windows of smaller boundaries start no later. Of several holes, the last one tells.
     while any([cut(n) for n in windowed]):
@@ -103,14 +103,15 @@ def fitting_limit(
     """
     # A window moves with the boundary and needs about as much anywhere; so its chunks come first.
     always = np.concatenate(
-        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if g.window]
+        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if g.windowed]
         + [np.empty(0, np.int32)]
     )
     starts = np.concatenate(
-        [m * g.tokens_per_chunk for g, m in zip(groups, missing, strict=True) if not g.window] + [np.empty(0, np.int64)]
+        [m * g.tokens_per_chunk for g, m in zip(groups, missing, strict=True) if not g.windowed]
+        + [np.empty(0, np.int64)]
     )
     ids = np.concatenate(
-        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if not g.window]
+        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if not g.windowed]
         + [np.empty(0, np.int32)]
     )
     order = np.argsort(starts, kind="stable")

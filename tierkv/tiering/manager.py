@@ -416,7 +416,7 @@ class TieringManager:
 
         def gap(n: int, want: Range) -> int | None:
             chunks, held, verdicts = hit.query.chunks[n], hit.held[n], hit.verdicts[n]
-            if self._groups[n].window:
+            if self._groups[n].windowed:
                 found = self._cache.last_gap(chunks.upto(want.last).keys, held, verdicts, want.first, want.last)
                 self._note_found(hit, n, found)
                 return found.chunk if found.chunk >= want.first else None
@@ -446,11 +446,11 @@ class TieringManager:
         unknown = [(n, chunk) for n, chunk in gaps if hit.verdicts[n][chunk] == UNKNOWN]
         if not unknown or not self._lanes:
             return False
-        without_window = not all(self._groups[n].window for n, _ in unknown)
+        without_window = not all(self._groups[n].windowed for n, _ in unknown)
         parts = [
             Part(n, self._unknown_behind(hit, n, whole) if without_window else self._unknown_before(hit, n, whole))
             for n, group in enumerate(self._groups)
-            if bool(group.window) != without_window
+            if group.windowed != without_window
         ]
         hit.windows_asked += not without_window
         parts = [part for part in parts if len(part.where)]
@@ -546,7 +546,7 @@ class TieringManager:
 
     def _sources(self, hit: Hit, boundary: int) -> dict[str, int]:
         """Tokens by source, by the first group: one without a window, if there is one, has a chunk for each."""
-        first = min(range(len(self._groups)), key=lambda n: self._groups[n].window > 0)
+        first = min(range(len(self._groups)), key=lambda n: self._groups[n].windowed)
         size, local = self._groups[first].tokens_per_chunk, hit.query.local
         chunks = np.arange(local // size, -(-boundary // size))
         tokens = np.minimum((chunks + 1) * size, boundary) - np.maximum(chunks * size, local)

@@ -178,7 +178,7 @@ def _between(part: Part, size: int, first: int, last: int) -> Part:
 
 def _piece(groups: Sequence[GroupSpec], chunks: Sequence[Chunks | GroupChunks], parts: Sequence[Part]) -> Piece:
     batch = Chunks.concat([chunks[n].slice(where.first, where.last) for n, where in parts])
-    required = np.concatenate([np.full(len(where), not groups[n].window) for n, where in parts])
+    required = np.concatenate([np.full(len(where), not groups[n].windowed) for n, where in parts])
     starts = np.concatenate([np.arange(where.first, where.last) * groups[n].tokens_per_chunk for n, where in parts])
     order = np.argsort(starts, kind="stable")
     if len(parts) > 1:
