@@ -205,6 +205,18 @@ def test_copy_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(figure["tierkv"]["median"] > 0 for figure in found.values())
 
 
+def test_layout_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
+    from tierkv.bench import layout
+
+    small = ["--bytes", "1000000", "--rounds", "2", "--host-bytes", str(1 << 30)]
+    assert cli.main(["bench", "layout", *small, "--json"]) == 0
+    found = check_figures(lines(capsys.readouterr().out), "layout", 2)
+    for model in layout.SHAPES:
+        assert 1 <= found["held", model]["tierkv"]["median"] < 1.2
+    assert ("store: share", "direct, 64 KiB") in found
+
+
 def test_copy_refuses_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch", reason="the copy engines work on torch tensors; torch is not installed")
     if torch.cuda.is_available():

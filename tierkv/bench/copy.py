@@ -147,25 +147,30 @@ def run(options: CopyOptions, report: Report) -> None:
         MissingExtraError: torch is not installed.
         BenchError: there is no such device here, or other bytes came back.
     """
+    name = prepare(options)
+    report.start({"device": options.device, "name": name, "bytes": options.nbytes, "rounds": options.rounds})
+    measure(options, report)
+    report.close(NOTES)
+
+
+def prepare(options: CopyOptions) -> str:
+    """See that there is such a device; its name. Raises as ``run``."""
     require(["torch"], "pip install torch")
     import torch
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("no CUDA device here (torch.cuda is not available); --device cpu runs everywhere")
     torch.set_num_threads(1)
-    report.start(
-        {
-            "device": options.device,
-            "name": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-            "bytes": options.nbytes,
-            "rounds": options.rounds,
-        }
-    )
+    if options.device != "cuda":
+        return options.device
+    if not torch.cuda.is_available():
+        raise BenchError("no CUDA device here (torch.cuda is not available); --device cpu runs everywhere")
+    return str(torch.cuda.get_device_name())
+
+
+def measure(options: CopyOptions, report: Report) -> None:
     for fragment in DIRECT:
         _measure(options, f"direct, {_size(fragment)}", Plane("kv", 1, 1, fragment), False, report)
     for fragment in TRANSPOSED:
         _measure(options, f"transposed, {_size(fragment)}", Plane("kv", HEADS, TOKENS, fragment), True, report)
-    report.close(NOTES)
 
 
 def _measure(options: CopyOptions, case: str, plane: Plane, transposed: bool, report: Report) -> None:

@@ -31,6 +31,11 @@ Copies blocks of many layers between device and host memory with the engine that
 back, and measures its share of the speed of one plain copy: pages as they lie, and pages that must be transposed.
 """
 
+_LAYOUT = """\
+Measures what one layout for all costs on the CPU: planning copies, making them (as `tierkv bench copy` does), and the
+host memory that models with chunks of several sizes leave unused.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine")
@@ -74,6 +79,21 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_promotion(engine)
     engine.add_argument("--json", action="store_true", help=_JSON_HELP)
     engine.set_defaults(run=run_engine)
+    layout = benches.add_parser(
+        "layout",
+        help="what the canonical layout costs",
+        description=_LAYOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_copies(layout)
+    layout.add_argument(
+        "--host-bytes",
+        type=_positive,
+        default=4 << 30,
+        metavar="N",
+        help="of the cache that is filled, in numbers only (default: %(default)s)",
+    )
+    layout.set_defaults(run=run_layout)
     copy = benches.add_parser(
         "copy",
         help="the copies between device and host",
@@ -81,11 +101,7 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
-    copy.add_argument(
-        "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
-    )
-    copy.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns (default: %(default)s)")
-    copy.add_argument("--json", action="store_true", help=_JSON_HELP)
+    _add_copies(copy)
     copy.set_defaults(run=run_copy)
 
 
@@ -135,12 +151,29 @@ def run_engine(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_layout(args: argparse.Namespace) -> int:
+    from tierkv.bench import layout
+    from tierkv.bench.report import Report
+
+    options = layout.LayoutOptions(nbytes=args.bytes, host_bytes=args.host_bytes, rounds=args.rounds)
+    layout.run(options, Report("layout", args.json))
+    return 0
+
+
 def run_copy(args: argparse.Namespace) -> int:
     from tierkv.bench import copy
     from tierkv.bench.report import Report
 
     copy.run(copy.CopyOptions(device=args.device, nbytes=args.bytes, rounds=args.rounds), Report("copy", args.json))
     return 0
+
+
+def _add_copies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
 
 
 def _add_promotion(parser: argparse.ArgumentParser) -> None:
