@@ -70,12 +70,15 @@ def total_kv_heads(layer: str, spec: Any, vllm_config: Any) -> int | None:
     return compat.total_kv_heads(layer, spec, vllm_config)
 
 
-def config(heads: Any, ranks: int) -> Any:
-    """What is read of vLLM's configuration."""
+def config(heads: Any, ranks: int, **released: Any) -> Any:
+    """What is read of vLLM's configuration; ``released``: what the model's own says beside ``num_key_value_heads``."""
     architecture = heads if hasattr(heads, "__getitem__") else _Uniform(heads)
+    text = {"num_key_value_heads": heads if isinstance(heads, int) else None, "num_attention_heads": 64, **released}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, world_size=ranks),
-        model_config=SimpleNamespace(model_arch_config=architecture),
+        model_config=SimpleNamespace(
+            model_arch_config=architecture, hf_text_config=SimpleNamespace(to_dict=lambda: text)
+        ),
     )
 
 
@@ -87,6 +90,12 @@ class _Uniform:
         return self
 
 
+class _PerLayer(list[_Uniform]):
+    """What vLLM makes of a configuration whose layers differ, if it notices."""
+
+    per_layer_overrides = ()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", ATTENTION)
 def test_attention_is_certified(model: str, ranks: int) -> None:
@@ -95,7 +104,7 @@ def test_attention_is_certified(model: str, ranks: int) -> None:
 
 
 def test_layers_may_differ() -> None:
-    per_layer = [_Uniform(8)] * 3 + [_Uniform(2)]
+    per_layer = _PerLayer([_Uniform(8)] * 3 + [_Uniform(2)])
     assert total_kv_heads(LAYER, spec_of(Layer("full", 2), 4), config(per_layer, 4)) == 2
     assert total_kv_heads("model.layers.0.attn", spec_of(Layer("full", 8), 4), config(per_layer, 4)) == 8
 
@@ -104,8 +113,11 @@ def test_layers_may_differ() -> None:
     ("local", "other", "heads", "ranks"),
     [
         (3, {}, 8, 2),  # not what the model's configuration says of this layer
-        (1, {}, 3, 2),  # neither divides the other
+        (2, {}, 5, 2),  # neither divides the other
         (2, {"num_head_slots": 3}, 4, 2),  # packed in another way than a slot a head
+        (2, {"num_head_slots": 2}, 8, 4),  # keys and values for heads, which happen to be as many
+        (2, {"num_head_slots": 4}, 2, 1),  # also on one rank
+        (2, {"state_content_bytes": 300}, 2, 1),  # cells of a backend's own
         (1, {"max_tp_shards": 3}, 1, 4),  # distinct parts that four ranks cannot share evenly
         (1, {}, SimpleNamespace(__getitem__=None), 2),  # a configuration that does not say
     ],
@@ -113,6 +125,21 @@ def test_layers_may_differ() -> None:
 def test_what_cannot_be_told_is_opaque(local: int, other: dict[str, Any], heads: Any, ranks: int) -> None:
     spec = spec_of(Layer("full", 1), 1, num_kv_heads=local, **other)
     assert total_kv_heads(LAYER, spec, config(heads, ranks)) is None
+
+
+@pytest.mark.parametrize(
+    "released",
+    [
+        {"swa_num_key_value_heads": 8},  # MiMo V2: other layers have more heads than the model's one number
+        {"layers": [{"attention": {"n_kv_heads": 8}}]},
+        {"num_key_value_heads": None, "block_configs": [{"attention": {"n_heads_in_group": 4}}]},  # Nemotron NAS
+    ],
+)
+def test_several_ranks_with_one_head_are_not_believed_to_have_the_same(released: dict[str, Any]) -> None:
+    """A layer with eight heads on eight ranks looks like one with four, each twice. As many heads as ranks are safe."""
+    spec = spec_of(Layer("full", 8), 8)
+    assert total_kv_heads(LAYER, spec, config(4, 8, **released)) == 8
+    assert total_kv_heads(LAYER, spec, config(4, 8)) == 4
 
 
 def test_views_of_the_device() -> None:
@@ -129,6 +156,12 @@ def test_views_of_the_device() -> None:
     (((grouped,)),) = device_parts(page, halves, 6)
     expected = torch.cat([halves[0::2], halves[1::2]], dim=2)
     assert torch.equal(grouped.reshape(6, 2, 8, 12), expected.view(torch.int8).view(6, 2, 8, 12))
+    of_heads = LayerPage("a", (Plane("kv:cpu-amx", 2, 1, 96),))
+    (((heads,)),) = device_parts(of_heads, cache, 6)
+    assert torch.equal(heads.reshape(6, 2, 96), cache.view(torch.int8).view(6, 2, 96))
+    for other in (cache.transpose(1, 2).contiguous().transpose(1, 2), halves):
+        with pytest.raises(UnsupportedError, match="expected 1 of 96 bytes"):
+            device_parts(of_heads, other, 6)
     for wrong in (cache[:5], cache.transpose(2, 3), cache[:, :, :7], cache[..., :5], cache[0]):
         with pytest.raises(UnsupportedError, match="layer a"):
             device_parts(page, wrong, 6)

@@ -42,12 +42,15 @@ def written(engine: Engine, root: Path) -> list[Json]:
     engine.drain()
     settle(root)
     engine.close()
-    (namespace,) = root.glob("*/namespace.json")
-    assert json.loads(namespace.read_text())["layout"] == "canonical-1"
+    (path,) = root.glob("*/namespace.json")
+    namespace = json.loads(path.read_text())
+    assert namespace["layout"] == "canonical-1"
+    # The bytes are those of this kind of processor, and say so.
+    assert all(page.startswith("kv:cpu-") for group in namespace["groups"] for page in group["pages"])
     return answers
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", ["llama", "mqa", "gemma3"])
 def test_two_ranks_and_one_read_each_others_chunks(
     model: str, engines: Engines, oracle: Oracle, tmp_path: Path
 ) -> None:

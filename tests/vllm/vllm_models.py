@@ -31,6 +31,8 @@ def _config(name: str) -> Any:
 
     if name == "llama":  # one full-attention group
         return transformers.LlamaConfig(**_COMMON, num_hidden_layers=4)
+    if name == "mqa":  # one KV head, so that two ranks have the same
+        return transformers.LlamaConfig(**{**_COMMON, "num_key_value_heads": 1}, num_hidden_layers=4)
     if name == "qwen3":  # one group, with norms of queries and keys
         return transformers.Qwen3Config(**_COMMON, num_hidden_layers=4)
     if name == "deepseek":  # one group of latents

@@ -30,10 +30,9 @@ class Shape:
     prompt: int
 
 
-def _attention(
-    index: int, kind: str, layers: int, heads: int, head_size: int, block: int, window: int = 0
-) -> GroupSpec:
+def _attention(index: int, layers: int, heads: int, head_size: int, block: int, window: int = 0) -> GroupSpec:
     page = (Plane("kv", heads, block, 2 * 2 * head_size),)
+    kind = SLIDING_WINDOW if window else FULL
     return GroupSpec(index, kind, block, 1, window, tuple(LayerPage(f"{index}.{i}", page) for i in range(layers)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import uuid
 from pathlib import Path
@@ -42,28 +43,82 @@ def layout_name(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def total_kv_heads(layer: str, spec: Any, vllm_config: VllmConfig) -> int | None:
-    """KV heads of one layer on all ranks together; None if that cannot be told.
+    """Distinct KV heads of one layer on all ranks together; None if that cannot be told.
 
-    Layers that hold one latent for all say so themselves; of the others the model's configuration knows, layer by
-    layer, and what it says must be what this rank has.
+    More than there are, each as often, is a safe answer, which costs only sharing; fewer would let ranks that hold
+    different heads take each other's for their own. So that several ranks hold the same head is believed of layers
+    that say so (``max_tp_shards``: one latent for all), of models whose configuration vLLM reads layer by layer, and
+    of those whose configuration knows one number of KV heads only.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    if spec.num_head_slots is not None or spec.state_content_bytes is not None:
+        return None  # a backend's own packing, in which a slot need not be a head
     local = int(spec.num_heads)
     if ranks == 1:
         return local
     if spec.max_tp_shards is not None:
         shards = min(ranks, int(spec.max_tp_shards))
         return local * shards if ranks % shards == 0 else None
-    if local != spec.num_kv_heads:
-        return None
     try:
         numbers = [int(part) for part in layer.split(".") if part.isdigit()]
         architecture = vllm_config.model_config.model_arch_config
         total = int((architecture[numbers[0]] if len(numbers) == 1 else architecture).total_num_kv_heads)
     except (AttributeError, IndexError, TypeError):
         return None
-    expected = max(1, total // ranks)
-    return total if local == expected and (total % ranks == 0 or ranks % total == 0) else None
+    if local != max(1, total // ranks):
+        return None
+    if total % ranks == 0:
+        return total
+    by_layer = getattr(architecture, "per_layer_overrides", None) is not None
+    sure = by_layer or _kv_heads_in(vllm_config.model_config.hf_text_config.to_dict()) == {total}
+    return total if ranks % total == 0 and sure else ranks if local == 1 else None
+
+
+def _kv_heads_in(config: Any, named: bool = False) -> set[int]:
+    """All numbers of KV heads in a model's configuration, however deep and of whichever layers."""
+    if isinstance(config, dict):
+        found = [
+            _kv_heads_in(v, named or re.search(r"(kv|key_value)_?head|head_?kv", str(k)) is not None)
+            for k, v in config.items()
+        ]
+    elif isinstance(config, list | tuple):
+        found = [_kv_heads_in(v, named) for v in config]
+    else:
+        return {config} if named and isinstance(config, int) and not isinstance(config, bool) else set()
+    return set().union(*found)
+
+
+def cell_packing(spec: Any, vllm_config: VllmConfig) -> str:
+    """The name of the order in which a head's tokens lie in a block; empty where a token is a key and then a value.
+
+    The attention of the CPU keeps keys transposed, and with matrix units in tiles: other bytes on another processor.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    units = "amx" if torch.cpu._is_amx_tile_supported() else "simd"
+    return f"cpu-{units}-{_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype)}"
+
+
+def topology(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """All that the bytes of a page may depend on of which nothing is known but its size."""
+    from vllm.platforms import current_platform
+
+    configured = getattr(vllm_config, "attention_config", None)
+    capability = current_platform.get_device_capability()
+    fields = {
+        "tp": vllm_config.parallel_config.tensor_parallel_size,
+        "layout": layout_name(vllm_config, kv_cache_config),
+        "device": current_platform.device_name,
+        "capability": capability.as_version_str() if capability is not None else platform.machine(),
+        "backend": getattr(getattr(configured, "backend", None), "name", "auto"),
+    }
+    return "topology:" + ",".join(f"{name}={value}" for name, value in fields.items())
 
 
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -218,6 +218,10 @@ def _page(layer: str, spec: KVCacheSpec, vllm_config: VllmConfig) -> LayerPage:
     if heads is None:
         return LayerPage.opaque(layer, spec.unpadded_page_size_bytes, ranks)
     name = "latent" if isinstance(spec, MLAAttentionSpec) else "kv"
+    packing = compat.cell_packing(spec, vllm_config)
+    if packing:
+        cell = spec.num_states * spec.state_content_size_bytes
+        return LayerPage(layer, (Plane(f"{name}:{packing}", heads, 1, cell),))
     return LayerPage(layer, (Plane(name, heads, spec.num_states, spec.state_content_size_bytes),))
 
 
@@ -254,8 +258,7 @@ def _layout(deployment: Deployment, vllm_config: VllmConfig, kv_cache_config: KV
     opaque = deployment.model.opaque_layers
     if not opaque:
         return canonical.LAYOUT
-    name = compat.layout_name(vllm_config, kv_cache_config)
-    topology = f"topology:tp={deployment.model.ranks},layout={name}"
+    topology = compat.topology(vllm_config, kv_cache_config)
     logger.warning(
         "The KV cache of %d layers (%s …) is kept as opaque bytes of %s: only engines of that topology share it.",
         len(opaque),

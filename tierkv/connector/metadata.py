@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from tierkv.host.region import RegionHandle
+from tierkv.layout.spec import ModelSpec
 from tierkv.transfer.plan import Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What both halves must agree on before a byte is copied."""
+    """What both halves must agree on before a byte is copied: the ranks, and each group's pages, layer by layer."""
 
     ranks: int
-    chunk_bytes: tuple[int, ...]
+    pages: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> Geometry:
+        return cls(model.ranks, tuple(tuple(map(str, group.pages)) for group in model.groups))
 
 
 @dataclass(slots=True)

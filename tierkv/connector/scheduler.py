@@ -100,8 +100,7 @@ class SchedulerHalf:
         self._state_groups = {
             i: g.tokens_per_chunk for g, i in zip(self._groups, deployment.group_ids, strict=True) if g.kind == STATE
         }
-        model = deployment.model
-        self._geometry = Geometry(model.ranks, tuple(model.chunk_bytes(i) for i in range(len(model.groups))))
+        self._geometry = Geometry.of(deployment.model)
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
         self._stores: dict[int, StoreWork] = {}

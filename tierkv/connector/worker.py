@@ -39,10 +39,13 @@ def device_parts(page: LayerPage, cache: torch.Tensor, num_blocks: int) -> tuple
     if plane.name == OPAQUE:
         return (_whole_pages(page.layer, cache, num_blocks, plane.cell_bytes),)
     blocks = cache.view(torch.int8).unflatten(0, (num_blocks, -1)).transpose(1, 2)
-    if blocks.shape[2] * blocks.shape[3] != plane.cells or blocks.shape[-1] != plane.cell_bytes:
+    if plane.cells == 1 and blocks.shape[2] == 1 and blocks[0, 0].is_contiguous():
+        blocks = blocks.flatten(2).unsqueeze(2).unsqueeze(2)  # a head's tokens as one cell, in whatever order they are
+    shape = (plane.cells, plane.cell_bytes)
+    if (blocks.shape[2] * blocks.shape[3], blocks.shape[4]) != shape:
         raise UnsupportedError(
-            f"layer {page.layer}: {blocks.shape[2] * blocks.shape[3]} tokens of {blocks.shape[-1]} bytes in a block, "
-            f"expected {plane.cells} of {plane.cell_bytes}"
+            f"layer {page.layer}: a head's share of a block has cells of the shape {tuple(blocks.shape[2:])}, expected "
+            f"{plane.cells} of {plane.cell_bytes} bytes"
         )
     return ((blocks,),)
 
@@ -164,8 +167,7 @@ class WorkerHalf:
         """The copy engine; the region is opened by the first plan, which says where it is."""
         if self._engine is None:
             model = self._deployment.model
-            ours = tuple(model.chunk_bytes(i) for i in range(len(model.groups)))
-            expected = Geometry(model.ranks, ours)
+            expected = Geometry.of(model)
             if plan.geometry != expected:
                 raise TierKVError(f"the scheduler's geometry {plan.geometry} is not this worker's, {expected}")
             self._region = Region.open(plan.region)

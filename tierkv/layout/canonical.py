@@ -19,7 +19,9 @@ the same size, and each head has as many. For attention with packed keys and val
 cell is one token's key followed by its value, ``head_size`` elements and then ``head_size_v``, and the cells are the
 block's tokens, in order. An MLA layer's latent is the plane ``latent``: one head, one cell a token. Elements have the
 KV cache's dtype, in little-endian byte order, and are copied as they are: a writer MUST NOT convert or normalise them.
-All tokens' places exist in each page, also where a block is not full.
+All tokens' places exist in each page, also where a block is not full. A backend may keep the tokens of a head in an
+order of its own. Such a plane is named for it, ``kv:NAME`` or ``latent:NAME``, and has one cell a head: all its
+tokens, as they are.
 
 **Ranks.** With R ranks that share H heads, rank r holds the heads from r·H/R on, H/R of them, where R divides H. Where
 H divides R, each head is on R/H ranks that follow each other: rank r holds head r·H/R (rounded down), and a writer MAY

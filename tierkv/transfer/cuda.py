@@ -42,7 +42,7 @@ from tierkv.types import Offsets
 _SUCCESS = 0
 _ALREADY_REGISTERED = 712
 
-#: Device memory for staging, at most, in each direction.
+#: Bytes that are staged at a time, in each direction; putting them in order takes as much again. A block is whole.
 STAGED_BYTES = 32 << 20
 
 
@@ -115,20 +115,22 @@ class CudaCopyEngine(FifoEngine):
                 for rows, offset in planes.direct
             )
         step, nbytes = max(1, STAGED_BYTES // planes.nbytes), 0
+        # Once: such a copy waits for what is on the stream before it.
+        indices = torch.from_numpy(np.array(blocks)).to(self._device)
         for at in range(0, len(blocks), step):
-            some, where = blocks[at : at + step], starts[at : at + step]
-            index = torch.from_numpy(np.array(some)).to(self._device)
-            order = np.arange(len(some))
+            index, where = indices[at : at + step], starts[at : at + step]
+            order = np.arange(len(index))
             rows = (
                 planes.gather(index)
                 if store
-                else torch.empty((len(some), planes.nbytes), dtype=torch.int8, device=self._device)
+                else torch.empty((len(index), planes.nbytes), dtype=torch.int8, device=self._device)
             )
             for span in planes.spans:
                 part = rows[:, span.staged : span.staged + span.nbytes]
                 nbytes += self._copy_rows(part, order, where + span.offset, part.is_contiguous(), store)
             if not store:
                 planes.scatter(rows, index)
+            del rows, part  # so that the next turn gets this memory again
         return nbytes
 
     def _copy_rows(

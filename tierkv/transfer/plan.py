@@ -13,7 +13,7 @@ from tierkv.types import Offsets
 
 @dataclass(frozen=True, eq=False)
 class BlockCopies:
-    """``n`` blocks of one group. Every rank copies its own pages of them.
+    """``n`` blocks of one group. Every rank copies its own share of them; of what several hold, it stores its turns.
 
     group: an index into the worker's groups.
     blocks: ``(n,)`` int64 device block ids.
