@@ -82,3 +82,15 @@ def test_offline(tmp_path: Path) -> None:
     )
     assert int(computed) == 0
     assert int(loaded) > 0
+
+
+def test_the_check_of_a_gpu_says_when_there_is_none(tmp_path: Path) -> None:
+    """The rest of it needs one; at least it is a script."""
+    script = ROOT / "examples" / "check_gpu.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    python = tmp_path / "python"  # one without torch, wherever this runs
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python)}
+    run = subprocess.run([str(script)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and "no CUDA device" in run.stderr

@@ -6,8 +6,8 @@ none. Everything that decides which bytes move is shared with the CPU engine or 
 One stream a direction, so that stores and loads overlap each other and the computation. ``submit`` records an event on
 the stream that is current for the caller; the direction's thread makes its own stream wait for that event, enqueues
 the copies, and waits for an event behind them. Enqueueing costs some microseconds a copy, which is why it happens on
-that thread and not in ``submit``. Which copies, and what is gathered on the device first, ``tierkv.transfer.staging``
-says.
+that thread and not in ``submit``. What is enqueued in which order, ``tierkv.transfer.order`` says; which copies these
+are, and what is gathered on the device first, ``tierkv.transfer.staging``.
 
 The region is registered with the driver (page-locked), since only then copies are asynchronous and at full speed.
 That takes seconds for 10 GB, so it is done in pieces in the background (``tierkv.transfer.pin``), and no copy crosses
@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from tierkv.errors import TransferError
+from tierkv.transfer import order
 from tierkv.transfer.engine import DeviceGroup, HostMemory, checked_starts
 from tierkv.transfer.fifo import FifoEngine
 from tierkv.transfer.pin import PIECE_BYTES, Pinner, cut
@@ -87,51 +88,68 @@ class CudaCopyEngine(FifoEngine):
     def _copy(self, transfer: Transfer, begun: torch.cuda.Event) -> tuple[int, float]:
         # Everything is checked before the first byte moves.
         starts = [checked_starts(copies, self.groups, self.region.size) for copies in transfer.copies]
+        moves = [
+            _Moves(planes, *_turns(planes, copies.blocks, where, transfer.store), transfer.store)
+            for copies, where in zip(transfer.copies, starts, strict=True)
+            for planes in self._planes[copies.group]
+        ]
+        events = {order.BEGUN: begun, order.START: _new_event(), order.END: _new_event()}
         stream = self._streams[transfer.store]
-        start, end = _new_event(), _new_event()
-        nbytes = 0
         # Inference mode is a thread's own; without it, a KV cache that was allocated in it must not be written.
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
-            stream.wait_event(begun)
-            start.record(stream)
+            ending = order.ending()
+            operations = order.operations(transfer.store, [m.part for m in moves])
             try:
-                for copies, where in zip(transfer.copies, starts, strict=True):
-                    for planes in self._planes[copies.group]:
-                        nbytes += self._copy_planes(planes, copies.blocks, where, transfer.store)
+                for operation in operations[: -len(ending)]:
+                    self._do(operation, moves, events, stream)
             finally:
-                # Also after an error: what was enqueued before it must not move bytes after the report.
-                end.record(stream)
-                end.synchronize()
-        return nbytes, start.elapsed_time(end) / 1000
+                for operation in ending:
+                    self._do(operation, moves, events, stream)
+        return sum(m.nbytes for m in moves), events[order.START].elapsed_time(events[order.END]) / 1000
 
-    def _copy_planes(self, planes: Planes, blocks: Offsets, starts: Offsets, store: bool) -> int:
-        """Enqueue the copies of ``planes`` on the current stream; returns the bytes that they move."""
-        if store:
-            mine = planes.mine(blocks)
-            blocks, starts = blocks[mine], starts[mine]
-        if planes.direct is not None:
-            return sum(
-                self._copy_rows(rows, blocks, starts + offset, rows.stride(0) == rows.shape[1], store)
-                for rows, offset in planes.direct
-            )
-        step, nbytes = max(1, STAGED_BYTES // planes.nbytes), 0
-        # Once: such a copy waits for what is on the stream before it.
-        indices = torch.from_numpy(np.array(blocks)).to(self._device)
-        for at in range(0, len(blocks), step):
-            index, where = indices[at : at + step], starts[at : at + step]
-            order = np.arange(len(index))
-            rows = (
-                planes.gather(index)
-                if store
-                else torch.empty((len(index), planes.nbytes), dtype=torch.int8, device=self._device)
-            )
+    def _do(
+        self,
+        operation: order.Operation,
+        moves: Sequence[_Moves],
+        events: dict[str, torch.cuda.Event],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        match operation:
+            case order.Wait(event):
+                stream.wait_event(events[event])
+            case order.Record(event):
+                events[event].record(stream)
+            case order.Join(event):
+                events[event].synchronize()
+            case order.Moving(number, first, last):
+                self._move(operation, moves[number], first, last)
+
+    def _move(self, operation: order.Moving, moves: _Moves, first: int, last: int) -> None:
+        """Enqueue one operation on the current stream."""
+        planes, where = moves.planes, moves.starts[first:last]
+        if isinstance(operation, order.Direct):
+            assert planes.direct is not None
+            for rows, offset in planes.direct:
+                touching = rows.stride(0) == rows.shape[1]
+                moves.nbytes += self._copy_rows(rows, moves.blocks, where + offset, touching, moves.store)
+            return
+        if moves.index is None:  # once: such a copy waits for what is on the stream before it
+            moves.index = torch.from_numpy(np.array(moves.blocks)).to(self._device)
+        index = moves.index[first:last]
+        if isinstance(operation, order.Gather):
+            moves.rows = planes.gather(index)
+        elif isinstance(operation, order.Fill):
+            moves.rows = torch.empty((last - first, planes.nbytes), dtype=torch.int8, device=self._device)
+        assert moves.rows is not None
+        if isinstance(operation, order.Unload | order.Fill):
+            numbers = np.arange(last - first)
             for span in planes.spans:
-                part = rows[:, span.staged : span.staged + span.nbytes]
-                nbytes += self._copy_rows(part, order, where + span.offset, part.is_contiguous(), store)
-            if not store:
-                planes.scatter(rows, index)
-            del rows, part  # so that the next turn gets this memory again
-        return nbytes
+                part = moves.rows[:, span.staged : span.staged + span.nbytes]
+                moves.nbytes += self._copy_rows(part, numbers, where + span.offset, part.is_contiguous(), moves.store)
+        elif isinstance(operation, order.Scatter):
+            planes.scatter(moves.rows, index)
+        if isinstance(operation, order.Unload | order.Scatter):
+            moves.rows = None  # so that the next turn gets this memory again
 
     def _copy_rows(
         self, rows: torch.Tensor, numbers: Offsets, host_offsets: Offsets, touching: bool, store: bool
@@ -153,6 +171,26 @@ class CudaCopyEngine(FifoEngine):
             code = int(_cudart().cudaHostUnregister(address))
         if code != _SUCCESS:
             raise TransferError(f"cudaHostUnregister: CUDA error {code}")
+
+
+class _Moves:
+    """Some planes of a transfer on their way: the blocks, where each begins in the region, and what is staged now."""
+
+    def __init__(self, planes: Planes, blocks: Offsets, starts: Offsets, store: bool) -> None:
+        at_a_time = 0 if planes.direct is not None else max(1, STAGED_BYTES // planes.nbytes)
+        self.planes, self.blocks, self.starts, self.store = planes, blocks, starts, store
+        self.part = order.Part(len(blocks), at_a_time)
+        self.index: torch.Tensor | None = None
+        self.rows: torch.Tensor | None = None
+        self.nbytes = 0
+
+
+def _turns(planes: Planes, blocks: Offsets, starts: Offsets, store: bool) -> tuple[Offsets, Offsets]:
+    """Those of the blocks that this rank copies: all, or of a store, its own turns."""
+    if not store:
+        return blocks, starts
+    mine = planes.mine(blocks)
+    return blocks[mine], starts[mine]
 
 
 def copy_runs(
