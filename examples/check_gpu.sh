@@ -12,7 +12,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
     exit 1
 fi
 "$python" -m pip install --quiet '.[dev]'
-# No test of a GPU may be skipped here.
+# What is skipped is shown: no test of a GPU should be.
 timeout 240 "$python" -m pytest -q -rs tests/transfer
 timeout 120 "$python" -m tierkv.cli bench copy --device cuda --json | tee gpu-copy.jsonl
 if "$python" -c 'import vllm' 2>/dev/null; then
