@@ -16,7 +16,7 @@ from tierkv.transfer.engine import CopyEngine, DeviceGroup, make_engine  # noqa:
 
 #: What the CUDA engine registers at once.
 PIECE_BYTES = 1 << 12
-NAMES = ("cpu", "cuda", "cuda-stand-in")
+NAMES = ("cpu", "cpu-threads", "cuda", "cuda-stand-in")
 
 
 class Backend(NamedTuple):
@@ -33,10 +33,19 @@ def open_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here (torch.cuda is not available)")
+    if name == "cpu-threads":
+        return Backend("cpu", three_threads)
     if name != "cuda-stand-in":
         return Backend(name, make_engine)
     replace_cuda(monkeypatch)
     return Backend("cpu", cuda_in_small_pieces)
+
+
+def three_threads(groups: Sequence[DeviceGroup], region: Region) -> CopyEngine:
+    """More than most transfers of these tests have blocks for."""
+    from tierkv.transfer.cpu import CpuCopyEngine
+
+    return CpuCopyEngine(groups, region, threads=3)
 
 
 def cuda_in_small_pieces(groups: Sequence[DeviceGroup], region: Region) -> CopyEngine:

@@ -5,8 +5,11 @@ There is no queue of device work to wait for: what a CPU computes is in memory w
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -25,17 +28,35 @@ _BATCH = 1 << 15
 class CpuCopyEngine(FifoEngine):
     """Copies with ``tierkv.layout.offsets``, whose kernels are compiled at construction.
 
+    Where there are cores to spare, the blocks of a transfer are shared out among several threads.
+
     Thread safety: as ``CopyEngine``.
     """
 
-    def __init__(self, groups: Sequence[DeviceGroup], region: HostMemory) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup], region: HostMemory, *, threads: int | None = None) -> None:
+        """
+        Args:
+            threads: that copy a transfer together; None for one for every four cores, at most four: more of the
+                engine's cores would cost it more than the copies gain.
+        """
         offsets.warm_up()
         for group in groups:
             if group.device.type != "cpu":
                 raise TransferError(f"the CPU engine cannot copy from a device of type {group.device.type!r}")
         self._tables = [as_table(group.pieces) for group in groups]
         self._runs = [sum(piece.runs for piece in group.pieces) for group in groups]
+        self._threads_each = threads or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+        self._pool = (
+            ThreadPoolExecutor(2 * (self._threads_each - 1), thread_name_prefix="tierkv-copy-part")
+            if self._threads_each > 1
+            else None
+        )
         super().__init__(groups, region)
+
+    def close(self) -> None:
+        super().close()
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def _begin(self) -> None:
         return None
@@ -46,13 +67,24 @@ class CpuCopyEngine(FifoEngine):
         starts = [checked_starts(copies, self.groups, self.region.size) for copies in transfer.copies]
         nbytes = 0
         for copies, where in zip(transfer.copies, starts, strict=True):
-            nbytes += self._copy_blocks(copies, where, transfer.store)
+            nbytes += self._share_out(copies, where, transfer.store)
         return nbytes, time.perf_counter() - started
 
-    def _copy_blocks(self, copies: BlockCopies, starts: Offsets, store: bool) -> int:
-        table, runs = self._tables[copies.group], self._runs[copies.group]
+    def _share_out(self, copies: BlockCopies, starts: Offsets, store: bool) -> int:
+        """Copy all of ``copies``; a part of the blocks on this thread, and one on each that helps."""
         # A copy: kernels are compiled for plain arrays, not again for read-only or strided ones.
         blocks = np.array(copies.blocks, np.int64)
+        bounds = np.linspace(0, len(blocks), self._threads_each + 1).astype(int).tolist()
+        (first, *others) = [(copies.group, blocks[a:b], starts[a:b], store) for a, b in itertools.pairwise(bounds)]
+        helped = [self._pool.submit(self._copy_blocks, *part) for part in others] if self._pool is not None else []
+        try:
+            nbytes = self._copy_blocks(*first)
+        finally:  # also after an error, no byte moves once this has returned
+            wait(helped)
+        return nbytes + sum(part.result() for part in helped)
+
+    def _copy_blocks(self, group: int, blocks: Offsets, starts: Offsets, store: bool) -> int:
+        table, runs = self._tables[group], self._runs[group]
         step = max(1, _BATCH // runs)
         out = np.empty((3, min(step, len(blocks)) * runs), np.int64)
         nbytes = 0
