@@ -40,7 +40,8 @@ def test_the_operations_of_a_store_and_of_a_load() -> None:
 class Device:
     """Streams that get on one operation at a time, in any order among each other; and the threads that feed them.
 
-    A thread enqueues without waiting, but for ``Join``. The caller computes, submits both transfers (each marked on its
+    A thread enqueues without waiting, but for ``Join``. As on CUDA, whoever waits for an event that nobody has recorded
+    yet does not wait. The caller computes, submits both transfers (each marked on its
     stream), and computes on. ``log``: what has happened, in order.
     """
 
@@ -64,10 +65,10 @@ class Device:
                 yield self._after(threads={name: at + 1}, log=(name, "reported"))
                 continue
             operation = operations[at]
-            if isinstance(operation, Join):
-                if (name, operation.event) in self.happened:
-                    yield self._after(threads={name: at + 1})
-            else:
+            idle = isinstance(operation, Wait | Join) and not self._recorded(name, operation.event)
+            if idle or (isinstance(operation, Join) and (name, operation.event) in self.happened):
+                yield self._after(threads={name: at + 1})
+            elif not isinstance(operation, Join):
                 yield self._after(threads={name: at + 1}, streams={name: (*self.streams[name], (name, operation))})
         for stream, queue in self.streams.items():
             if not queue:
@@ -77,6 +78,10 @@ class Device:
                 continue
             event = {(name, first.event)} if isinstance(first, Record) else set()
             yield self._after(streams={stream: rest}, event=event, log=(name, first))
+
+    def _recorded(self, name: str, event: str) -> bool:
+        queued = any((name, Record(event)) in queue for queue in self.streams.values())
+        return queued or (name, event) in self.happened
 
     def _after(
         self,
@@ -111,6 +116,15 @@ def wrongs(device: Device) -> list[str]:
     if what == "reported":
         moves = {(name, op) for op in device.transfers[name] if isinstance(op, Moving)}
         found += [f"{name}: reported before {op}" for _, op in moves - before]
+    if isinstance(what, Gather | Fill):
+        # There is one buffer for the planes of a transfer, and it must be free.
+        after = {Gather: Unload, Fill: Scatter}[type(what)]
+        staged = {op for n, op in before if n == name and isinstance(op, type(what)) and op.planes == what.planes}
+        found += [
+            f"{name}: {what} while {op} is staged"
+            for op in staged
+            if (name, after(op.planes, op.first, op.last)) not in before
+        ]
     for kind, needed in ((Unload, Gather), (Scatter, Fill)):
         if isinstance(what, kind) and (name, needed(what.planes, what.first, what.last)) not in before:
             found.append(f"{name}: {what} before it is staged")
@@ -154,5 +168,23 @@ def test_an_end_that_is_recorded_too_early_goes_wrong() -> None:
     assert any("reported before" in wrong for wrong in explore({"store": early})[0])
 
 
-def test_a_wait_for_what_nobody_records_never_ends() -> None:
-    assert explore({"store": (Wait("another"), *PAIR["store"][1:])})[1] == 0
+def test_a_wait_for_what_nobody_records_goes_wrong() -> None:
+    assert explore({"store": (Wait("another"), *PAIR["store"][1:])})[0]
+    assert explore({"store": (*PAIR["store"][:-1], Join("another"))})[0]
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_buffer_that_is_staged_into_twice_goes_wrong(store: bool) -> None:
+    begin, (first, second, third, fourth), end = (Wait(BEGUN), Record("start")), _stages(store), order.ending()
+    assert explore({"it": (*begin, first, second, third, fourth, *end)}) == (set(), 1)
+    assert any("is staged" in wrong for wrong in explore({"it": (*begin, first, third, second, fourth, *end)})[0])
+
+
+def _stages(store: bool) -> tuple[Operation, ...]:
+    return order.operations(store, [Part(2, 1)])[2:-2]
+
+
+def test_two_transfers_of_one_direction() -> None:
+    """They have events of their own, and the thread goes on to the second when it has reported the first."""
+    both = {"one": order.operations(True, [Part(2, 1)]), "two": order.operations(True, [Part(1, 0)])}
+    assert explore(both) == (set(), 2)

@@ -24,7 +24,7 @@ from tierkv.connector import compat
 from tierkv.errors import ConfigError, UnsupportedError
 from tierkv.keys import GroupNamespace, Namespace
 from tierkv.layout import canonical
-from tierkv.layout.spec import GroupSpec, LayerPage, ModelSpec, Plane
+from tierkv.layout.spec import STATE, GroupSpec, LayerPage, ModelSpec, Plane
 from tierkv.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def read_deployment(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "supported: multiples of it"
         )
     block_sizes = tuple(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups)
+    if any(g.kind == STATE for g in specs) and len(set(block_sizes)) > 1:
+        raise UnsupportedError(f"recurrent states with blocks of {list(block_sizes)} tokens; supported: of one size")
     ranks = vllm_config.parallel_config.world_size
     return Deployment(
         config,

@@ -8,7 +8,7 @@ request ends. Nothing here waits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from tierkv.types import Chunks, RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from tierkv.host.region import Region
@@ -41,7 +41,7 @@ class RequestState:
     """One request.
 
     named: its complete chunks by group. stored: by group, the next one to be considered for a store.
-    local: tokens that were on the device when it was admitted. stale: those of them that are not of its space.
+    local: tokens that were on the device when it was admitted. stale: they may be of another space; nothing is stored.
     computed: tokens whose KV is there once the steps that were planned have run; the engine's own count also has what
     another connector may yet fail to load.
 
@@ -54,7 +54,7 @@ class RequestState:
     named: RequestChunks
     stored: list[int] = field(default_factory=list)
     local: int = 0
-    stale: int = 0
+    stale: bool = False
     computed: int = 0
     loading: bool = False
     sources: dict[str, int] = field(default_factory=dict)
@@ -193,12 +193,16 @@ class SchedulerHalf:
         block_state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None:
+            if state is not None:
+                state.computed = state.request.num_computed_tokens + scheduled
+        named = block_state.boundary_state_offloads if self._state_groups and block_state is not None else {}
+        for request_id in {**output.num_scheduled_tokens, **named}:
+            state = self._requests.get(request_id)
+            if state is None or block_state is None:
                 continue
-            state.computed = state.request.num_computed_tokens + scheduled
-            states = self._states_of(request_id, block_state)
+            states = self._states_of(named.get(request_id, ()))
             if states or self._has_new_chunk(state):
-                tables = block_state.get_block_ids(request_id) if block_state is not None else None
+                tables = block_state.get_block_ids(request_id)
                 if tables is not None:
                     self._store(state, tables, states)
         plan, self._plan = self._plan, self._empty_plan()
@@ -280,9 +284,10 @@ class SchedulerHalf:
         state.local = local
         state.computed = 0
         state.loading = False
-        # What the device has kept from before a reset is not of the present space, whatever its hashes say.
-        state.stale = local if self._device_is_stale else 0
-        state.stored = [-(-state.stale // g.tokens_per_chunk) for g in self._groups]
+        # What the device has kept from before a reset is not of the present space, whatever its hashes say, and neither
+        # is what attends to it. (A hit within a block, which states allow, is not told us.)
+        state.stale = self._device_is_stale and bool(local or self._state_groups)
+        state.stored = [0 for _ in self._groups]
         state.named.extend(state.request.block_hashes)
 
     def _name_chunks(self) -> RequestChunks:
@@ -300,18 +305,17 @@ class SchedulerHalf:
         tokens = self._storable_tokens(state)
         return any(tokens // g.tokens_per_chunk > done for g, done in zip(self._groups, state.stored, strict=True))
 
-    def _states_of(self, request_id: str, block_state: KVConnectorBlockState | None) -> dict[int, dict[int, int]]:
+    def _states_of(self, named: Iterable[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
         """The states that this step leaves at the ends of blocks: engine's group → chunk → device block.
 
         A block table does not say what a block of states holds: it may be the state in mid-block of a request that goes
-        on. The engine names those that hold what their place says.
+        on. The engine names those that hold what their place says: group, block, and tokens up to there.
         """
         states: dict[int, dict[int, int]] = {}
-        if self._state_groups and block_state is not None:
-            for i, block, boundary in block_state.boundary_state_offloads.get(request_id, ()):
-                size = self._state_groups.get(i)
-                if size is not None and block != plans.NULL_BLOCK and boundary % size == 0:
-                    states.setdefault(i, {})[boundary // size - 1] = block
+        for i, block, boundary in named:
+            size = self._state_groups.get(i)
+            if size is not None and block != plans.NULL_BLOCK and boundary % size == 0:
+                states.setdefault(i, {})[boundary // size - 1] = block
         return states
 
     def _store(
@@ -321,6 +325,8 @@ class SchedulerHalf:
         states: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
     ) -> None:
         """Plan to store the chunks that are complete now. ``states``: see ``_states_of``."""
+        if state.stale:
+            return
         if self._state_groups:
             tables = list(tables)
             for i in self._state_groups:
@@ -332,7 +338,7 @@ class SchedulerHalf:
             last = min(tokens // group.tokens_per_chunk, len(state.named.chunks[n]))
             first = state.stored[n] if state.stored else last
             if group.kind == STATE:  # the engine names each once, and may do so late
-                first = -(-state.stale // group.tokens_per_chunk)
+                first = 0
             chosen.append(plans.storable_chunks(group, tables[i], first, last) if last > first else [])
             if state.stored:
                 state.stored[n] = max(first, last)
@@ -374,6 +380,8 @@ class SchedulerHalf:
                 self._written.update(plans.written_blocks(tables, sizes, computed if resumed else 0))
         for copy in output.kv_cache_block_copies or ():
             self._written.add(copy.dst_block_id)
+        # Also of requests that are not in the output: preempted after they were given their blocks.
+        self._written.update(output.new_block_ids_to_zero or ())
 
     def _end_store(self, job_id: int, ranks: int, ok: bool) -> None:
         work = self._stores[job_id]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -46,11 +47,7 @@ class CpuCopyEngine(FifoEngine):
         self._tables = [as_table(group.pieces) for group in groups]
         self._runs = [sum(piece.runs for piece in group.pieces) for group in groups]
         self._threads_each = threads or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-        self._pool = (
-            ThreadPoolExecutor(2 * (self._threads_each - 1), thread_name_prefix="tierkv-copy-part")
-            if self._threads_each > 1
-            else None
-        )
+        self._pool = _started_pool(2 * (self._threads_each - 1)) if self._threads_each > 1 else None
         super().__init__(groups, region)
 
     def close(self) -> None:
@@ -74,11 +71,15 @@ class CpuCopyEngine(FifoEngine):
         """Copy all of ``copies``; a part of the blocks on this thread, and one on each that helps."""
         # A copy: kernels are compiled for plain arrays, not again for read-only or strided ones.
         blocks = np.array(copies.blocks, np.int64)
-        bounds = np.linspace(0, len(blocks), self._threads_each + 1).astype(int).tolist()
-        (first, *others) = [(copies.group, blocks[a:b], starts[a:b], store) for a, b in itertools.pairwise(bounds)]
-        helped = [self._pool.submit(self._copy_blocks, *part) for part in others] if self._pool is not None else []
+        bounds = np.ceil(np.linspace(0, len(blocks), self._threads_each + 1)).astype(int).tolist()
+        parts = [(copies.group, blocks[a:b], starts[a:b], store) for a, b in itertools.pairwise(bounds) if a < b]
+        if self._pool is None or len(parts) < 2:
+            return sum(self._copy_blocks(*part) for part in parts)
+        helped: list[Future[int]] = []
         try:
-            nbytes = self._copy_blocks(*first)
+            for part in parts[1:]:
+                helped.append(self._pool.submit(self._copy_blocks, *part))
+            nbytes = self._copy_blocks(*parts[0])
         finally:  # also after an error, no byte moves once this has returned
             wait(helped)
         return nbytes + sum(part.result() for part in helped)
@@ -95,3 +96,16 @@ class CpuCopyEngine(FifoEngine):
             source, target = (device, host) if store else (host, device)
             nbytes += int(offsets.copy_many(source, target, sizes))
         return nbytes
+
+
+def _started_pool(threads: int) -> ThreadPoolExecutor:
+    """A pool all of whose threads run: one that cannot start is met now, and not between the parts of a transfer."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tierkv-copy-part")
+    together = threading.Barrier(threads)
+    try:
+        wait([pool.submit(together.wait) for _ in range(threads)])
+    except BaseException:
+        together.abort()
+        pool.shutdown()
+        raise
+    return pool

@@ -133,8 +133,11 @@ class CudaCopyEngine(FifoEngine):
                 touching = rows.stride(0) == rows.shape[1]
                 moves.nbytes += self._copy_rows(rows, moves.blocks, where + offset, touching, moves.store)
             return
-        if moves.index is None:  # once: such a copy waits for what is on the stream before it
-            moves.index = torch.from_numpy(np.array(moves.blocks)).to(self._device)
+        if moves.index is None:
+            numbers = torch.from_numpy(np.array(moves.blocks))
+            # From page-locked memory, whose allocator knows when it was read: else this thread would wait for that.
+            numbers = numbers.pin_memory() if self._device.type == "cuda" else numbers
+            moves.index = numbers.to(self._device, non_blocking=True)
         index = moves.index[first:last]
         if isinstance(operation, order.Gather):
             moves.rows = planes.gather(index)
@@ -142,10 +145,12 @@ class CudaCopyEngine(FifoEngine):
             moves.rows = torch.empty((last - first, planes.nbytes), dtype=torch.int8, device=self._device)
         assert moves.rows is not None
         if isinstance(operation, order.Unload | order.Fill):
-            numbers = np.arange(last - first)
+            rows_in_order = np.arange(last - first)
             for span in planes.spans:
                 part = moves.rows[:, span.staged : span.staged + span.nbytes]
-                moves.nbytes += self._copy_rows(part, numbers, where + span.offset, part.is_contiguous(), moves.store)
+                moves.nbytes += self._copy_rows(
+                    part, rows_in_order, where + span.offset, part.is_contiguous(), moves.store
+                )
         elif isinstance(operation, order.Scatter):
             planes.scatter(moves.rows, index)
         if isinstance(operation, order.Unload | order.Scatter):
