@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,9 +85,10 @@ class Hit:
         self._know_nothing(self.query)
 
     def _know_nothing(self, query: Query) -> None:
-        self.verdicts = [np.full(len(c), UNKNOWN, np.int16) for c in query.chunks]
-        self.origins = [np.full(len(c), NOWHERE, np.int16) for c in query.chunks]
-        self.held = [np.full(len(c), -1, np.int64) for c in query.chunks]
+        counts = [len(c) for c in query.chunks]
+        self.verdicts = [_filled(n, UNKNOWN, np.int16) for n in counts]
+        self.origins = [_filled(n, NOWHERE, np.int16) for n in counts]
+        self.held = [_filled(n, -1, np.int64) for n in counts]
 
     def restart(self, query: Query, limit: int) -> None:
         """Take a new query, keeping what is known of chunks that both have. The caller has let go of what is held."""
@@ -131,6 +132,13 @@ class Hit:
         if self.question is not None:
             self.question.ticket.cancel()
             self.question = None
+
+
+def _filled(count: int, value: int, dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
+    """As ``np.full``, which takes longer than the rest of a short lookup."""
+    filled = np.empty(count, dtype)
+    filled.fill(value)
+    return filled
 
 
 class _Tag(NamedTuple):
