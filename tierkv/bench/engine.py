@@ -22,7 +22,7 @@ import numpy as np
 
 from tierkv.bench import BenchError, require
 from tierkv.bench.demo import model
-from tierkv.bench.demo.scenario import KV_BYTES_PER_TOKEN
+from tierkv.bench.demo.scenario import KV_BYTES_PER_TOKEN, transfer_config
 from tierkv.bench.engine_child import (
     ALONE,
     BLOCK_TOKENS,
@@ -176,17 +176,7 @@ def _step_figure(measure: str, case: str, unit: str, values: Sequence[float], de
 
 
 def _connector(host_tokens: int, tier: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": "TierKVConnector",
-        "kv_connector_module_path": "tierkv.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": host_tokens * KV_BYTES_PER_TOKEN,
-            "reset_scope": "host",  # so that a reset leaves the tier what it has
-            "secondary_tiers": [tier],
-        },
-    }
+    return transfer_config(host_tokens, [tier], reset_scope="host")  # so that a reset leaves the tier what it has
 
 
 class _Child:

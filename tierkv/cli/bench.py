@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_JSON_HELP = "one JSON object a line instead of a table"
-
 _INDEX = """\
 Fills a host cache with --chunks chunks of 16 tokens and measures, for each chunk, what lookups, loads and stores that
 evict take on the scheduler's thread, and the memory of index and policy; then the first step of a long cold request in
@@ -60,12 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
     tiering = _add(benches, "tiering", "promotions, cascades and stepping", _TIERING, chunks=65_536)
     _add_promotion(tiering)
     tiering.set_defaults(run=run_tiering)
-    engine = benches.add_parser(
-        "engine",
-        help="what a real engine and its requests notice",
-        description=_ENGINE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    engine = _bench(benches, "engine", "what a real engine and its requests notice", _ENGINE)
     engine.add_argument(
         "--turns",
         type=_not_negative,
@@ -77,14 +70,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "--rounds", type=_not_negative, default=5, metavar="N", help="promotions (default: %(default)s)"
     )
     _add_promotion(engine)
-    engine.add_argument("--json", action="store_true", help=_JSON_HELP)
     engine.set_defaults(run=run_engine)
-    layout = benches.add_parser(
-        "layout",
-        help="what the canonical layout costs",
-        description=_LAYOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = _bench(benches, "layout", "what the canonical layout costs", _LAYOUT)
     _add_copies(layout)
     layout.add_argument(
         "--host-bytes",
@@ -94,12 +81,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="of the cache that is filled, in numbers only (default: %(default)s)",
     )
     layout.set_defaults(run=run_layout)
-    copy = benches.add_parser(
-        "copy",
-        help="the copies between device and host",
-        description=_COPY,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    copy = _bench(benches, "copy", "the copies between device and host", _COPY)
     copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     _add_copies(copy)
     copy.set_defaults(run=run_copy)
@@ -168,12 +150,20 @@ def run_copy(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(benches: Subparsers, name: str, short: str, description: str) -> argparse.ArgumentParser:
+    """A benchmark's parser, with what all of them have."""
+    parser = benches.add_parser(
+        name, help=short, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    return parser
+
+
 def _add_copies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
 
 
 def _add_promotion(parser: argparse.ArgumentParser) -> None:
@@ -194,10 +184,8 @@ def _add_promotion(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(benches: Subparsers, name: str, short: str, description: str, chunks: int) -> argparse.ArgumentParser:
-    """A benchmark's parser, with what all of them have."""
-    parser = benches.add_parser(
-        name, help=short, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The parser of a benchmark of managers."""
+    parser = _bench(benches, name, short, description)
     parser.add_argument(
         "--chunks",
         type=_positive,
@@ -217,7 +205,6 @@ def _add(benches: Subparsers, name: str, short: str, description: str, chunks: i
     parser.add_argument(
         "--rounds", type=_positive, default=5, metavar="N", help="turns of each side (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
     return parser
 
 

@@ -58,6 +58,7 @@ from tierkv.types import (
     Offsets,
     Space,
     every,
+    filled,
 )
 
 logger = logging.getLogger(__name__)
@@ -412,9 +413,7 @@ class HostCache:
         if len(chunks) and chunks.groups.strides == (0,):  # one group, as of most batches
             group = int(chunks.groups[0])
             one = self._owner_of.get((chunks.space, group))
-            owners = np.empty(len(chunks), np.uint16)
-            owners.fill(self._add_owner(chunks.space, group) if one is None else one)
-            return owners
+            return filled(len(chunks), self._add_owner(chunks.space, group) if one is None else one, np.uint16)
         by_group = np.zeros(len(self._chunk_bytes), np.uint16)
         present = np.bincount(chunks.groups, minlength=len(by_group))
         for group in np.flatnonzero(present).tolist():

@@ -102,18 +102,13 @@ def fitting_limit(
         fits: whether there is room for chunks of these groups (a group may occur often).
     """
     # A window moves with the boundary and needs about as much anywhere; so its chunks come first.
-    always = np.concatenate(
-        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if g.windowed]
-        + [np.empty(0, np.int32)]
+    windowed = [(g, m) for g, m in zip(groups, missing, strict=True) if g.windowed]
+    others = [(g, m) for g, m in zip(groups, missing, strict=True) if not g.windowed]
+    always, ids = (
+        np.concatenate([np.full(len(m), g.group, np.int32) for g, m in some] + [np.empty(0, np.int32)])
+        for some in (windowed, others)
     )
-    starts = np.concatenate(
-        [m * g.tokens_per_chunk for g, m in zip(groups, missing, strict=True) if not g.windowed]
-        + [np.empty(0, np.int64)]
-    )
-    ids = np.concatenate(
-        [np.full(len(m), g.group, np.int32) for g, m in zip(groups, missing, strict=True) if not g.windowed]
-        + [np.empty(0, np.int32)]
-    )
+    starts = np.concatenate([m * g.tokens_per_chunk for g, m in others] + [np.empty(0, np.int64)])
     order = np.argsort(starts, kind="stable")
     if not fits(always):
         return min(boundary // 2, boundary - align)

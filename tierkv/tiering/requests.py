@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from tierkv.layout.spec import GroupSpec
 from tierkv.tiering.hits import Range
 from tierkv.tiering.query import Query
 from tierkv.tiers.lookups import LookupTicket, Piece
-from tierkv.types import Chunks, Offsets
+from tierkv.types import Chunks, Offsets, filled
 
 #: Verdicts on a chunk that is not in the host cache; 0 and above: the number of the tier that has it. ``LATE`` is also
 #: about one that is being written: this request waits for it no longer.
@@ -86,9 +86,9 @@ class Hit:
 
     def _know_nothing(self, query: Query) -> None:
         counts = [len(c) for c in query.chunks]
-        self.verdicts = [_filled(n, UNKNOWN, np.int16) for n in counts]
-        self.origins = [_filled(n, NOWHERE, np.int16) for n in counts]
-        self.held = [_filled(n, -1, np.int64) for n in counts]
+        self.verdicts = [filled(n, UNKNOWN, np.int16) for n in counts]
+        self.origins = [filled(n, NOWHERE, np.int16) for n in counts]
+        self.held = [filled(n, -1, np.int64) for n in counts]
 
     def restart(self, query: Query, limit: int) -> None:
         """Take a new query, keeping what is known of chunks that both have. The caller has let go of what is held."""
@@ -132,13 +132,6 @@ class Hit:
         if self.question is not None:
             self.question.ticket.cancel()
             self.question = None
-
-
-def _filled(count: int, value: int, dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
-    """As ``np.full``, which takes longer than the rest of a short lookup."""
-    filled = np.empty(count, dtype)
-    filled.fill(value)
-    return filled
 
 
 class _Tag(NamedTuple):

@@ -104,16 +104,22 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
         if not self.offloaded:
             return None
         tiers = [{"type": "fs", "root_dir": self.root_dir}] if self.root_dir else []
-        return {
-            "kv_connector": "TierKVConnector",
-            "kv_connector_module_path": "tierkv.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": self.scenario.host_tokens * KV_BYTES_PER_TOKEN,
-                "secondary_tiers": tiers,
-            },
-        }
+        return transfer_config(self.scenario.host_tokens, tiers)
+
+
+def transfer_config(host_tokens: int, tiers: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+    """``kv_transfer_config`` with host memory for so many tokens; ``extra``: more of ``kv_connector_extra_config``."""
+    return {
+        "kv_connector": "TierKVConnector",
+        "kv_connector_module_path": "tierkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": host_tokens * KV_BYTES_PER_TOKEN,
+            "secondary_tiers": tiers,
+            **extra,
+        },
+    }
 
 
 class Output(msgspec.Struct, frozen=True):
