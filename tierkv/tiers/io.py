@@ -1,6 +1,7 @@
-"""The threads that read and write for a tier: a job is split into chunks and reported when the last one ended.
+"""The threads that read and write for a tier: a job is split into parts and reported when the last one ended.
 
-Readers and writers are separate, so that a burst of stores cannot make a request wait for its load.
+Readers and writers are separate, and writers let reads that wait go first, so that a burst of stores cannot make a
+request wait for its load.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -23,6 +26,30 @@ logger = logging.getLogger(__name__)
 CLOSED = "closed"
 #: The reason of chunks that are not there.
 ABSENT = "absent"
+
+#: Chunks that a thread takes at a time, at most; fewer if the other threads would have none.
+MOST_CHUNKS = 32
+#: How long a writer lets reads go first that wait for a reader: a store has a deadline, too.
+YIELD_S = 0.05
+
+#: What became of one chunk: the checksum that a load has verified, None for a store, or why not.
+Outcome = int | None | BaseException
+
+#: What a thread does with a part of a job, given by the indices of its chunks: outcomes, one a chunk, in that order.
+#: An iterator is advanced chunk by chunk, and not to its end if the pool is closed.
+Task = Callable[[range], Iterable[Outcome]]
+
+
+def one_by_one(task: Callable[[int], int | None]) -> Task:
+    """A task for parts, from one for a single chunk; whatever that raises is the outcome of its chunk."""
+
+    def outcome(index: int) -> Outcome:
+        try:
+            return task(index)
+        except BaseException as error:
+            return error
+
+    return lambda part: map(outcome, part)
 
 
 def reason_of(error: BaseException) -> str:
@@ -39,21 +66,26 @@ class _Job:
     """A job on its way. ``left`` counts chunks that have not ended; all fields change under the pool's lock."""
 
     job_id: int
-    task: Callable[[int], int | None]
+    task: Task
     ok: Flags
     checksums: Checksums | None
     left: int
     reasons: dict[int, str] = field(default_factory=dict)
 
-    def end(self, index: int, checksum: int | None, reason: str | None) -> JobResult | None:
-        """Note that chunk ``index`` has ended; the job's report, if it was the last one."""
-        if reason is not None:
-            self.reasons[index] = reason
-        else:
-            self.ok[index] = True
-            if self.checksums is not None and checksum is not None:
-                self.checksums[index] = checksum
-        self.left -= 1
+    def end(self, part: range, outcomes: list[int | str | None]) -> JobResult | None:
+        """Note what became of a part's chunks, a word for those that are not ok; the job's report, if it was the last.
+
+        Chunks without an outcome were not started any more.
+        """
+        for index, outcome in zip_longest(part, outcomes, fillvalue=CLOSED):
+            assert isinstance(index, int), "one outcome a chunk"
+            if isinstance(outcome, str):
+                self.reasons[index] = outcome
+            else:
+                self.ok[index] = True
+                if self.checksums is not None and outcome is not None:
+                    self.checksums[index] = outcome
+        self.left -= len(part)
         return None if self.left else self.report()
 
     def report(self) -> JobResult:
@@ -61,18 +93,27 @@ class _Job:
 
 
 class _Queue:
-    """Chunks that wait for one kind of thread. ``ready`` shares the pool's lock."""
+    """Parts of jobs that wait for one kind of thread. ``ready`` shares the pool's lock."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, n_threads: int) -> None:
         self.ready = threading.Condition(lock)
-        self.items: deque[tuple[_Job, int]] = deque()
+        self.items: deque[tuple[_Job, range]] = deque()
+        self.n_threads = n_threads
+
+    def put(self, job: _Job) -> None:
+        """Split ``job`` among the threads: in parts large enough not to cost much, and small enough for all to help."""
+        n = job.left
+        size = max(1, min(MOST_CHUNKS, n // (4 * self.n_threads)))
+        self.items.extend((job, range(first, min(first + size, n))) for first in range(0, n, size))
+        self.ready.notify(len(self.items))
 
 
 class IoPool:
     """Reader and writer threads, named ``tierkv-<tier>-read-0`` and ``tierkv-<tier>-write-0``.
 
-    A task gets the index of a chunk within its job and does its work; whatever it raises makes that one
-    chunk not ok, with ``reason_of`` the exception. Each job is reported exactly once, on ``close`` too.
+    A task gets a part of a job and does its work. An outcome that is an exception makes its chunk not ok, with
+    ``reason_of`` it; what the task raises itself, the part's chunks that have none. Each job is reported exactly once,
+    on ``close`` too.
 
     Thread safety: any method may be called by any thread.
     """
@@ -87,31 +128,30 @@ class IoPool:
         self._tier = tier
         self._wake = wake
         self._lock = threading.Lock()
-        self._reads = _Queue(self._lock)
-        self._writes = _Queue(self._lock)
+        self._reads = _Queue(self._lock, n_readers)
+        self._writes = _Queue(self._lock, n_writers)
         self._finished: deque[JobResult] = deque()
         self._failures: Counter[str] = Counter()
         self._closed = False
         self._threads: list[threading.Thread] = []
         try:
-            for kind, queue, count in (("read", self._reads, n_readers), ("write", self._writes, n_writers)):
-                for number in range(count):
+            for kind, queue in (("read", self._reads), ("write", self._writes)):
+                for number in range(queue.n_threads):
                     self._start(f"tierkv-{tier}-{kind}-{number}", queue)
         except RuntimeError:  # no more threads to be had: keep none
             self.close()
             raise
 
-    def read(self, job_id: int, n: int, task: Callable[[int], int]) -> None:
-        """Run ``task(0) … task(n - 1)`` on the readers. A task returns the checksum that it verified.
+    def read(self, job_id: int, n: int, task: Task) -> None:
+        """Run ``task`` on the readers, for ``n`` chunks in all. Its outcomes are the checksums that it verified.
 
         Raises:
             TierClosedError: the pool is closed.
         """
-        job = _Job(job_id, task, np.zeros(n, np.bool_), np.zeros(n, np.uint64), left=n)
-        self._submit(self._reads, job)
+        self._submit(self._reads, _Job(job_id, task, np.zeros(n, np.bool_), np.zeros(n, np.uint64), left=n))
 
-    def write(self, job_id: int, n: int, task: Callable[[int], None]) -> None:
-        """Run ``task(0) … task(n - 1)`` on the writers.
+    def write(self, job_id: int, n: int, task: Task) -> None:
+        """Run ``task`` on the writers, for ``n`` chunks in all.
 
         Raises:
             TierClosedError: the pool is closed.
@@ -136,8 +176,8 @@ class IoPool:
             for queue in (self._reads, self._writes):
                 queue.items.clear()
                 queue.ready.notify_all()
-        for job, index in dropped:
-            self._end(job, index, None, CLOSED)
+        for job, part in dropped:
+            self._end(job, part, [])
         for thread in self._threads:
             thread.join()
 
@@ -160,31 +200,53 @@ class IoPool:
                 raise TierClosedError(f"tier {self._tier!r} is closed")
             if not job.left:  # without chunks; who submits is not to be woken
                 self._finished.append(job.report())
-            queue.items.extend((job, index) for index in range(job.left))
-            queue.ready.notify(job.left)
+            else:
+                queue.put(job)
 
     def _run(self, queue: _Queue) -> None:
         while (item := self._next(queue)) is not None:
-            job, index = item
-            checksum, reason = None, None
-            try:
-                checksum = job.task(index)
-            except BaseException as error:
-                reason = reason_of(error)
-                self._note(reason, error)
-            self._end(job, index, checksum, reason)
+            job, part = item
+            self._end(job, part, list(self._outcomes(job.task, part)))
             # While this thread waits, nothing of the last job is kept: a task may hold the host region.
             del item, job
 
-    def _next(self, queue: _Queue) -> tuple[_Job, int] | None:
+    def _next(self, queue: _Queue) -> tuple[_Job, range] | None:
         with self._lock:
-            while not queue.items and not self._closed:
-                queue.ready.wait()
-            return queue.items.popleft() if queue.items else None
+            while True:
+                while not queue.items and not self._closed:
+                    queue.ready.wait()
+                if queue is self._writes:
+                    self._let_reads_go_first()
+                if queue.items:
+                    item = queue.items.popleft()
+                    if queue is self._reads and not queue.items:
+                        self._writes.ready.notify_all()
+                    return item
+                if self._closed:
+                    return None
 
-    def _end(self, job: _Job, index: int, checksum: int | None, reason: str | None) -> None:
+    def _let_reads_go_first(self) -> None:
+        """As long as reads wait for a reader, the storage has enough to do."""
+        until = time.monotonic() + YIELD_S
+        while self._reads.items and not self._closed and (left := until - time.monotonic()) > 0:
+            self._writes.ready.wait(left)
+
+    def _outcomes(self, task: Task, part: range) -> Iterator[int | str | None]:
+        """The outcomes of ``part``, failures as words; fewer than there are chunks if the pool is closed meanwhile."""
+        done = 0
+        try:
+            for outcome in task(part):
+                yield self._word(outcome) if isinstance(outcome, BaseException) else outcome
+                done += 1
+                if self._closed:
+                    return
+        except BaseException as error:
+            word = self._word(error)
+            yield from [word] * (len(part) - done)
+
+    def _end(self, job: _Job, part: range, outcomes: list[int | str | None]) -> None:
         with self._lock:
-            report = job.end(index, checksum, reason)
+            report = job.end(part, outcomes)
             if report is not None:
                 self._finished.append(report)
         if report is None:
@@ -194,13 +256,15 @@ class IoPool:
         except Exception:
             logger.exception("tier %s: the wake callback failed", self._tier)
 
-    def _note(self, reason: str, error: BaseException) -> None:
-        """Count a failure; log the first, second, fourth, eighth … of each reason: a full disk fails every store."""
+    def _word(self, error: BaseException) -> str:
+        """``reason_of`` a failure, which is counted, and logged the first, second, fourth, eighth … time."""
+        reason = reason_of(error)
         if reason == ABSENT:
-            return
+            return reason
         with self._lock:
             self._failures[reason] += 1
             count = self._failures[reason]
-        if count & (count - 1) == 0:
+        if count & (count - 1) == 0:  # a full disk fails every store
             trace = error if reason == "error" else None
             logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, error, exc_info=trace)
+        return reason

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
@@ -17,7 +18,7 @@ from tierkv.tiers import record
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.fs.files import holds_record, read_record, write_atomically
 from tierkv.tiers.fs.root import Root, record_path
-from tierkv.tiers.io import ABSENT, IoPool
+from tierkv.tiers.io import ABSENT, IoPool, one_by_one
 from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,10 @@ class FsTier(Tier):
         ]
 
     def submit_store(self, job: StoreJob) -> None:
-        self._pool.write(job.job_id, len(job.chunks), lambda index: self._store(job, index))
+        self._pool.write(job.job_id, len(job.chunks), one_by_one(partial(self._store, job)))
 
     def submit_load(self, job: LoadJob) -> None:
-        self._pool.read(job.job_id, len(job.chunks), lambda index: self._load(job, index))
+        self._pool.read(job.job_id, len(job.chunks), one_by_one(partial(self._load, job)))
 
     def get_finished_jobs(self) -> list[JobResult]:
         return self._pool.get_finished()
