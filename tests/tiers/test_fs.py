@@ -20,7 +20,7 @@ from tierkv.errors import ConfigError
 from tierkv.testing.driver import SPACE, TierDriver, some_chunks
 from tierkv.testing.tier_contract import TierContract
 from tierkv.tiers.base import Tier, TierContext
-from tierkv.tiers.fs import FsTier, FsTierConfig, files
+from tierkv.tiers.fs import FsTier, FsTierConfig, recordfile
 from tierkv.types import ChunkName, RequestContext
 
 REQUEST = RequestContext()
@@ -244,7 +244,7 @@ def test_a_hash_that_no_header_holds_is_not_stored(driver: TierDriver) -> None:
 def test_make_directory_does_not_loop_on_a_dangling_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError):
-        files.make_directory(str(tmp_path / "link" / "below"))
+        recordfile.make_directory(str(tmp_path / "link" / "below"))
 
 
 # The configuration.

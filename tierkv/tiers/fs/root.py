@@ -22,7 +22,7 @@ import os
 from typing import Any
 
 from tierkv.errors import ConfigError
-from tierkv.tiers.fs.files import create_temporary, make_directory, write_atomically
+from tierkv.tiers.fs.recordfile import create_temporary, make_directory, write_atomically
 from tierkv.types import ChunkName, Space
 
 logger = logging.getLogger(__name__)
