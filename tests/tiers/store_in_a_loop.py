@@ -19,10 +19,9 @@ from tierkv.testing.driver import TierDriver, some_chunks
 from tierkv.tiers.fs import FsTier, FsTierConfig
 
 
-def half_a_write(write: Callable[[int, memoryview], int], fd: int, data: memoryview) -> int:
-    if len(data) <= 512:  # a header
-        return write(fd, data)
-    write(fd, data[: len(data) // 2])
+def half_a_write(writev: Callable[[int, list[memoryview]], int], fd: int, parts: list[memoryview]) -> int:
+    header, payload = parts
+    writev(fd, [header, payload[: len(payload) // 2]])
     print("half", flush=True)
     threading.Event().wait()
     raise AssertionError("nobody sets this event")
@@ -36,7 +35,7 @@ def main(root: str, seed: int, n: int, slot_bytes: int = 4096, stop_at: int = -1
         chunks = some_chunks(n, seed)
         for i in range(n):
             if i == stop_at:
-                os.write = partial(half_a_write, os.write)
+                os.writev = partial(half_a_write, os.writev)
             # The bytes depend on the chunk alone, as in life: whoever computes it, computes the same.
             driver.fill([0], seed=i)
             result = driver.store(chunks.take([i]), [0])

@@ -48,7 +48,7 @@ def verified(root: Path) -> int:
     """Verify each record that is visible below ``root``, by the format alone; how many there are."""
     paths = list(root.rglob("*.tkv"))
     for path in paths:
-        namespace, generation, _, _, file = path.relative_to(root).parts
+        namespace, generation, _, file = path.relative_to(root).parts
         digits, group = file.removesuffix(".tkv").split("-")
         name = ChunkName(Space(bytes.fromhex(namespace), bytes.fromhex(generation)), int(group), bytes.fromhex(digits))
         raw = path.read_bytes()
@@ -67,12 +67,13 @@ def test_every_record_that_is_visible_after_a_kill_is_whole(tmp_path: Path, stop
         process.kill()
         process.communicate()
     assert verified(tmp_path) == stop_at
-    (left,) = (tmp_path / ".tmp").iterdir()
+    (left,) = (tmp_path / ".tmp").glob("*/*.tmp")
     assert left.stat().st_size == 512 + (1 << 19), "the victim was killed in the middle of a record"
-    # What the victim left half written is in nobody's way.
+    # What the victim left half written is in nobody's way, and gone.
     with TierDriver(lambda context: FsTier(FsTierConfig(type="fs", root_dir=str(tmp_path)), context)) as driver:
         driver.fill([0])
         assert driver.store(some_chunks(1, seed=5), [0]).ok.all()
+    assert not list((tmp_path / ".tmp").iterdir())
 
 
 def test_two_processes_store_the_same_chunks(tmp_path: Path) -> None:

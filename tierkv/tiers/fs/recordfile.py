@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Sequence
 
 from tierkv.errors import RecordError
 from tierkv.tiers import record
+from tierkv.tiers.fs.direct import Reader
 from tierkv.tiers.io import ABSENT
 from tierkv.types import ChunkName
 
 #: Nobody else's: KV can be turned back into the text that it was computed from.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+#: When a record was last used is noted if it was longer ago than this (ns): to write that down costs a little.
+TOUCH_NS = 60 * 10**9
 
 
 def make_directory(path: str) -> None:
@@ -44,12 +50,11 @@ def create_temporary(directory: str) -> tuple[int, str]:
         return os.open(path, flags, FILE_MODE), path
 
 
-def write_atomically(path: str, parts: list[bytes | memoryview], temporary_directory: str, fsync: bool = False) -> None:
-    """Write ``parts`` as the file ``path``, which appears, or is replaced, whole.
+def write_atomically(path: str, data: bytes, temporary_directory: str) -> None:
+    """Write ``data`` as the file ``path``, which appears, or is replaced, whole.
 
     Args:
         temporary_directory: on the same file system.
-        fsync: flush before the file appears, so that a power cut leaves no torn one.
 
     Raises:
         OSError: it was not written; nothing is left behind.
@@ -57,13 +62,7 @@ def write_atomically(path: str, parts: list[bytes | memoryview], temporary_direc
     make_directory(os.path.dirname(path))
     fd, temporary = create_temporary(temporary_directory)
     try:
-        try:
-            for part in parts:
-                _write_all(fd, part)
-            if fsync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)  # on a network file system, errors of the writes may come up only here
+        write_new(fd, [data])
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -71,17 +70,62 @@ def write_atomically(path: str, parts: list[bytes | memoryview], temporary_direc
         raise
 
 
-def holds_record(path: str, name: ChunkName, length: int) -> bool:
-    """Whether ``path`` is a record of ``name`` with a payload of ``length`` bytes, by its header and its size.
+def write_new(fd: int, parts: Sequence[bytes | memoryview], fsync: bool = False) -> None:
+    """Write ``parts``, in order, to the new file ``fd``, and close it.
 
-    Cheap, because every store asks: the payload is not read, and verified when it is loaded.
+    Args:
+        fsync: flush, so that a power cut after the file appears leaves no torn one.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # absent, or unreadable: in both cases a store shall try to put it there
+        _write_parts(fd, parts)
+        if fsync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)  # on a network file system, errors of the writes may come up only here
+
+
+def write_over(path: str, parts: Sequence[bytes | memoryview], block_bytes: int, fsync: bool = False) -> None:
+    """As ``write_new``, into a file that is there, and has as many blocks.
+
+    Whole blocks are written, zeros up to the end of the last: for a part of one, the rest would be read from the disk.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        nbytes = sum(map(len, parts))
+        _write_parts(fd, [*parts, bytes(-nbytes % block_bytes)])
+        os.ftruncate(fd, nbytes)
+        os.utime(fd)  # used now, not when its last content was
+        if fsync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_parts(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        count = os.writev(fd, left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left and count:
+            left[0] = left[0][count:]
+
+
+def holds_record(path: str, name: ChunkName, length: int) -> bool | None:
+    """Whether ``path`` is a record of ``name`` with a payload of ``length`` bytes, by its header and its size.
+
+    None if there is nothing. Cheap, because every store asks: the payload is not read, and verified when it is loaded.
+    """
+    try:
+        fd = _open(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
         return False
     try:
-        _read_header(fd, name, length)
+        header = record.decode_header(os.pread(fd, record.HEADER_BYTES, 0))
+        record.check(header, name, length)
+        record.check_size(header, os.fstat(fd).st_size)
     except (RecordError, OSError):
         return False
     finally:
@@ -89,46 +133,47 @@ def holds_record(path: str, name: ChunkName, length: int) -> bool:
     return True
 
 
-def read_record(path: str, name: ChunkName, payload: memoryview) -> int:
+def read_record(path: str, name: ChunkName, payload: memoryview, reader: Reader) -> int:
     """Read the payload of the record ``path`` into ``payload``, verify it, and return its xxh3-64.
+
+    The time of the file's last use is set, if that was long ago.
 
     Raises:
         RecordError: ``absent``, or it must not be loaded. Then ``payload`` holds whatever was read.
         OSError: it could not be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open(path)
     except (FileNotFoundError, NotADirectoryError):
         raise RecordError(ABSENT) from None
     try:
-        header = _read_header(fd, name, len(payload))
-        _read_all(fd, payload, record.HEADER_BYTES)
+        status = os.fstat(fd)
+        whole = status.st_size == record.HEADER_BYTES + len(payload)
+        count = reader.read(fd, [reader.header, payload] if whole else [reader.header])
+        header = record.decode_header(reader.header[:count])
+        record.check(header, name, len(payload))
+        record.check_size(header, min(count, status.st_size) if whole else status.st_size)
+        now = time.time_ns()
+        if now - status.st_atime_ns > TOUCH_NS:
+            with contextlib.suppress(OSError):  # a root that can be read only
+                os.utime(fd, ns=(now, status.st_mtime_ns))
+        return record.check_payload(header, payload)
+    except RecordError:
+        if not _is_still(fd, path):  # evicted, and perhaps written over, while we read
+            raise RecordError(ABSENT) from None
+        raise
     finally:
         os.close(fd)
-    return record.check_payload(header, payload)
 
 
-def _read_header(fd: int, name: ChunkName, length: int) -> record.Header:
-    header = record.decode_header(os.pread(fd, record.HEADER_BYTES, 0))
-    record.check(header, name, length)
-    record.check_size(header, os.fstat(fd).st_size)
-    return header
+def _is_still(fd: int, path: str) -> bool:
+    """Whether ``path`` is the file that was opened as ``fd``."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False
 
 
-def _write_all(fd: int, data: bytes | memoryview) -> None:
-    with memoryview(data) as rest:
-        done = 0
-        while done < len(rest):
-            with rest[done:] as part:
-                done += os.write(fd, part)
-
-
-def _read_all(fd: int, into: memoryview, position: int) -> None:
-    """Fill ``into`` from ``position`` on; one call reads at most 2 GiB, so there may be several."""
-    done = 0
-    while done < len(into):
-        with into[done:] as part:
-            count = os.preadv(fd, [part], position + done)
-        if not count:
-            raise RecordError("truncated", f"{done} of {len(into)} bytes")
-        done += count
+def _open(path: str) -> int:
+    """Open a record, which is no link to anywhere else."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -3,13 +3,14 @@
 ::
 
     root_dir/
-      .tmp/<random>.tmp                                     what is being written
-      <namespace>/namespace.json                            the namespace's fields, for people
-      <namespace>/<generation>/<2>/<2>/<hash>-<group>.tkv   one record
+      .tmp/<process>/<random>-<bytes>.tmp               what is being written
+      .ledger/                                          how much there is: see ``ledger``
+      <namespace>/namespace.json                        the namespace's fields, for people
+      <namespace>/<generation>/<2>/<hash>-<group>.tkv   one record
 
-Namespace, generation and block hash are in full, in hex; ``<2>/<2>`` are the first two bytes of the
-hash, so that no directory grows large. Temporary files have a directory of their own: what a crash
-left there is found without a walk through all records.
+Namespace, generation and block hash are in full, in hex; ``<2>`` is the first byte of the hash, so that no directory
+grows large, and a few hundred are made, not one for each record. Temporary files have directories of their own: what a
+crash left there is found without a walk through all records.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from tierkv.types import ChunkName, Space
 
 logger = logging.getLogger(__name__)
 
+#: The file that describes a namespace.
+DESCRIPTION = "namespace.json"
 #: A temporary file that was not written to for so long has no writer any more.
 STALE_AFTER_S = 3600.0
 #: A disk that is full at start is no reason not to serve what is on it.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Root:
@@ -39,6 +42,7 @@ class Root:
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         self.temporary = os.path.join(self.path, ".tmp")
+        self.ledger = os.path.join(self.path, ".ledger")
 
     def of_namespace(self, namespace: bytes) -> str:
         return f"{self.path}/{namespace.hex()}"
@@ -61,7 +65,7 @@ class Root:
             self._remove_stale(self._probe())
             self._describe(namespace, description)
         except (OSError, ValueError) as error:  # ValueError: a path that no system can have
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in FULL:
                 logger.warning("%s is full; what is stored there is still served", self.path)
                 return
             problem = getattr(error, "strerror", None) or str(error)
@@ -81,23 +85,24 @@ class Root:
             os.unlink(path)
 
     def _remove_stale(self, now: float) -> None:
-        """Remove what writers that died have left. Others may do the same at the same time."""
-        with os.scandir(self.temporary) as entries:
-            for entry in entries:
+        """Remove what writers that died have left, and what the ledger has lost sight of. Others may do the same."""
+        for directory, _, files in os.walk(self.temporary):
+            for name in files:
+                path = os.path.join(directory, name)
                 with contextlib.suppress(OSError):
-                    if now - entry.stat(follow_symlinks=False).st_mtime > STALE_AFTER_S:
-                        os.unlink(entry.path)
+                    if now - os.stat(path, follow_symlinks=False).st_mtime > STALE_AFTER_S:
+                        os.unlink(path)
 
     def _describe(self, namespace: bytes, description: dict[str, Any]) -> None:
-        path = os.path.join(self.of_namespace(namespace), "namespace.json")
+        path = os.path.join(self.of_namespace(namespace), DESCRIPTION)
         text = json.dumps(description, indent=2, sort_keys=True).encode() + b"\n"
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as present:
             if present.read() == text:
                 return
-        write_atomically(path, [text], self.temporary)
+        write_atomically(path, text, self.temporary)
 
 
 def record_path(space_path: str, group: int, block_hash: bytes) -> str:
     """Where the record of one chunk lies, given its space's directory."""
     digits = block_hash.hex()
-    return f"{space_path}/{digits[:2]}/{digits[2:4]}/{digits}-{group}.tkv"
+    return f"{space_path}/{digits[:2]}/{digits}-{group}.tkv"
