@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tierkv import cli
-from tierkv.bench import BenchError, index, report, sides, tiering
+from tierkv.bench import BenchError, fs, index, report, sides, tiering
 
 SMALL = ["--chunks", "64", "--batch", "8", "--rounds", "2"]
 INDEX = ["index", *SMALL, "--policy", "lru", "arc", "--cold-chunks", "32", "--processes", "1"]
 TIERING = ["tiering", *SMALL, "--promote-bytes", "1048576", "--latency", "0.01"]
+FS = ["fs", "--bytes", "4194304", "--threads", "2", "--rounds", "2"]
 
 RESIDENT = {"name", "lookup", "load", "store"}
 LIFE = {f"life: {part}" for part in ("store", "lookup", "load", "all", "on a processor", "steps to the answer")}
@@ -112,7 +116,7 @@ def test_against_vllm(arguments: list[str]) -> None:
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for arguments in (INDEX, TIERING):
+    for arguments in (INDEX, TIERING, FS):
         assert cli.main(["bench", *arguments, "--against", "vllm"]) == 2
         assert capsys.readouterr() == ("", "tierkv: not installed: vllm; to install: pip install 'tierkv[vllm]'\n")
 
@@ -132,6 +136,7 @@ def test_an_unknown_policy(arguments: list[str], capsys: pytest.CaptureFixture[s
         ["index", "--against", "nobody"],
         ["tiering", "--latency", "-1"],
         ["tiering", "--batch", "many"],
+        ["fs", "--threads", "0"],
     ],
 )
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,3 +240,56 @@ def test_copy_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError, match="other bytes"):
         bed.check()
     bed.close()
+
+
+def test_fs_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *FS, "--root-dir", str(tmp_path), "--json"]) == 0
+    found = check_figures(lines(capsys.readouterr().out), "fs", 2)
+    for case in ("4 × 1 MiB", "32 × 16 KiB"):
+        assert {("raw: cold reads", case), ("raw: buffered writes", case)} <= set(found)
+        for layout in fs.LAYOUTS:
+            assert all(found[measure, f"{layout}, {case}"]["unit"] == "µs/chunk" for measure in fs.MEASURES)
+            assert ("load, cold: share of cold reads", f"{layout}, {case}") in found
+    for layout in fs.LAYOUTS:
+        assert ("promotion", f"{layout}, 32 × 16 KiB") in found
+    assert all(figure["tierkv"]["median"] > 0 and figure["vllm"] is None for figure in found.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fs_without_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fs, "supports_direct", lambda directory: False)
+    assert cli.main(["bench", *FS, "--root-dir", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert fs.NO_DIRECT in output
+    assert "\nraw: cold reads " in output and "direct writes" not in output.replace(fs.NO_DIRECT, "")
+
+
+@pytest.mark.vllm
+def test_fs_against_vllm(tmp_path: Path) -> None:
+    """In a process of its own, as vLLM's import leaves much behind."""
+    command = [sys.executable, "-m", "tierkv.cli", "bench", *FS, "--root-dir", str(tmp_path), "--against", "vllm"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = check_figures(lines(done.stdout), "fs", 2)
+    for layout in fs.LAYOUTS:
+        for measure in ("store", "load, cold", "load, cold: vLLM in 16 jobs", "promotion"):
+            assert found[measure, f"{layout}, 32 × 16 KiB"]["ratio"]["median"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fs_refuses_a_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "fs", "--root-dir", str(tmp_path / "absent")]) == 2
+    assert "absent' cannot be used: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", fs.LAYOUTS)
+def test_fs_notices_what_is_not_loaded(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(fs.TierBed(str(tmp_path), fs.Case(4096, 4), layout)) as bed:
+        bed.rename(sides.some_hashes(4, np.random.default_rng(0)))
+        with pytest.raises(BenchError, match="chunks failed: absent"):
+            bed.run(False, 1)
+        monkeypatch.setattr(bed, "run", lambda store, jobs: 1.0)
+        with pytest.raises(BenchError, match="other bytes"):
+            bed.live(sides.some_hashes(4, np.random.default_rng(1)), 1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierkv.bench import BenchError, require
-from tierkv.bench.report import Figure, Report
+from tierkv.bench.report import Figure, Report, size_text
 from tierkv.host.region import Region
 from tierkv.layout import offsets
 from tierkv.layout.mapping import as_table
@@ -168,9 +168,9 @@ def prepare(options: CopyOptions) -> str:
 
 def measure(options: CopyOptions, report: Report) -> None:
     for fragment in DIRECT:
-        _measure(options, f"direct, {_size(fragment)}", Plane("kv", 1, 1, fragment), False, report)
+        _measure(options, f"direct, {size_text(fragment)}", Plane("kv", 1, 1, fragment), False, report)
     for fragment in TRANSPOSED:
-        _measure(options, f"transposed, {_size(fragment)}", Plane("kv", HEADS, TOKENS, fragment), True, report)
+        _measure(options, f"transposed, {size_text(fragment)}", Plane("kv", HEADS, TOKENS, fragment), True, report)
 
 
 def _measure(options: CopyOptions, case: str, plane: Plane, transposed: bool, report: Report) -> None:
@@ -206,7 +206,3 @@ def _describe(bed: Bed) -> float:
     for _ in range(20):
         count += offsets.copy_descriptors(blocks, starts, table, bed.region.address, True, out)
     return 1e9 * (time.perf_counter() - begin) / count
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"

@@ -153,6 +153,11 @@ def installed(*distributions: str) -> str | None:
     return None
 
 
+def size_text(nbytes: int) -> str:
+    """A size that is a power of two, in the unit that shows it whole."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"
+
+
 def _environment() -> dict[str, Any]:
     return {
         "tierkv": tierkv.__version__,

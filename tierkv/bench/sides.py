@@ -58,6 +58,7 @@ class Setup:
     windows: a group for each: tokens that a query sees, 0 for all.
     tier: "", "memory" (of vLLM: its example tier, which keeps no bytes) or "fs".
     root_dir: below it each side has a directory for its fs tier.
+    fs_layout: of tierkv's fs tier; "": its default.
     load_delay_s: what each load takes longer than it does.
     """
 
@@ -67,6 +68,7 @@ class Setup:
     windows: tuple[int, ...] = (0,)
     tier: str = ""
     root_dir: str = ""
+    fs_layout: str = ""
     load_delay_s: float = 0.0
 
 
@@ -262,7 +264,7 @@ class Vllm(Side):
         self._tier: Any = None
         self._evicted = 0
         if setup.tier:
-            self.manager, self._tier = _vllm_tiering(setup)
+            self.manager, self._tier = vllm_tiering(setup)
         else:
             from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -372,6 +374,8 @@ def _tiers(setup: Setup) -> list[dict[str, Any]]:
     tier: dict[str, Any] = {"type": setup.tier}
     if setup.tier == "fs":
         tier["root_dir"] = os.path.join(setup.root_dir, TierKV.name)
+        if setup.fs_layout:
+            tier["layout"] = setup.fs_layout
     if setup.load_delay_s:
         faults = "tierkv.testing.faults:LatencyTier"
         tier = {"type": "latency", "module_path": faults, "inner": tier, "load_delay_s": setup.load_delay_s}
@@ -418,7 +422,7 @@ def _namespace(model: ModelSpec) -> Namespace:
     )
 
 
-def _vllm_tiering(setup: Setup) -> tuple[Any, Any]:
+def vllm_tiering(setup: Setup) -> tuple[Any, Any]:
     """vLLM's manager with its primary tier, and the one secondary tier below it."""
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager

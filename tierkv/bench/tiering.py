@@ -104,7 +104,7 @@ def run(options: TieringOptions, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def _opened(setup: Setup, against_vllm: bool) -> Iterator[list[Side]]:
+def opened(setup: Setup, against_vllm: bool) -> Iterator[list[Side]]:
     """The sides, and no garbage collection while they are open."""
     sides = open_sides(setup, against_vllm)
     try:
@@ -134,6 +134,14 @@ class Life:
         found["life: all"] = sum(found.values())
         found["life: on a processor"] = 1e6 * sum(watch.cpu for watch in parts.values()) / count
         return {**found, "life: steps to the answer": float(self.steps)}
+
+    def promotion(self, count: int) -> dict[str, float]:
+        """As ``values``, of what comes after the chunks were stored: lookups and load."""
+        return {
+            "promotion": 1e6 * (self.lookup.wall + self.load.wall) / count,
+            "promotion: on a processor": 1e6 * (self.lookup.cpu + self.load.cpu) / count,
+            "promotion: steps to the answer": float(self.steps),
+        }
 
 
 def live(side: Side, hashes: list[bytes], batch: int) -> Life:
@@ -174,7 +182,7 @@ def _measure_life(options: TieringOptions, policy: str, tier: str, report: Repor
     values: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as root_dir:
         setup = Setup(slots=options.chunks, policy=policy, tier=kind, root_dir=root_dir, load_delay_s=delay)
-        with _opened(setup, options.against_vllm) as sides:
+        with opened(setup, options.against_vllm) as sides:
             for number in range(options.rounds):
                 hashes = some_hashes(count, rng)
                 for side in sides:
@@ -230,7 +238,7 @@ def _measure_prefix(options: TieringOptions, policy: str, count: int, report: Re
     reads: dict[str, list[float | None]] = {}
     steps: dict[str, list[float | None]] = {}
     for _ in range(min(options.rounds, 3)):
-        with _opened(Setup(slots=ROOM, policy=policy, tier="memory"), options.against_vllm) as sides:
+        with opened(Setup(slots=ROOM, policy=policy, tier="memory"), options.against_vllm) as sides:
             for side in sides:
                 report.progress(f"{policy}: a prefix of {count} chunks, {side.name}")
                 answer, read, asked = serve(side, hashes)
@@ -323,7 +331,7 @@ def _measure_steps(options: TieringOptions, policy: str, report: Report) -> None
     )
     promoted = some_hashes(count, np.random.default_rng(2))
     times: dict[str, dict[str, list[list[Stopwatch]]]] = {"alone": {}, "promoting": {}}
-    with _opened(setup, options.against_vllm) as sides:
+    with opened(setup, options.against_vllm) as sides:
         report.progress(f"{policy}: {count:,} chunks go to the tier")
         engines = {s.name: Stepping(s, promoted, options.batch, np.random.default_rng(3)) for s in sides}
         for number in range(options.rounds):

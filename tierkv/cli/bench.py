@@ -34,6 +34,12 @@ Measures what one layout for all costs on the CPU: planning copies, making them 
 host memory that models with chunks of several sizes leave unused.
 """
 
+_FS = """\
+Stores chunks in the fs tier and loads them, from the device and from the page cache, compares every byte, and measures
+the share of what plain threads read and write below the same directory; then what promoting a chunk from there takes on
+the scheduler's thread.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine")
@@ -85,6 +91,20 @@ def add_parser(subparsers: Subparsers) -> None:
     copy.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     _add_copies(copy)
     copy.set_defaults(run=run_copy)
+    fs = _bench(benches, "fs", "the fs tier, and what its directory can do", _FS)
+    fs.add_argument(
+        "--root-dir", default=".", metavar="DIR", help="where to write; removed afterwards (default: this directory)"
+    )
+    fs.add_argument(
+        "--threads",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="that read and write without a tier (default: %(default)s)",
+    )
+    _add_copies(fs, rounds=5)
+    _add_against(fs)
+    fs.set_defaults(run=run_fs)
 
 
 def run_index(args: argparse.Namespace) -> int:
@@ -150,6 +170,21 @@ def run_copy(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_fs(args: argparse.Namespace) -> int:
+    from tierkv.bench import fs
+    from tierkv.bench.report import Report
+
+    options = fs.FsOptions(
+        root_dir=args.root_dir,
+        nbytes=args.bytes,
+        threads=args.threads,
+        rounds=args.rounds,
+        against_vllm=args.against == "vllm",
+    )
+    fs.run(options, Report("fs", args.json))
+    return 0
+
+
 def _bench(benches: Subparsers, name: str, short: str, description: str) -> argparse.ArgumentParser:
     """A benchmark's parser, with what all of them have."""
     parser = benches.add_parser(
@@ -159,11 +194,15 @@ def _bench(benches: Subparsers, name: str, short: str, description: str) -> argp
     return parser
 
 
-def _add_copies(parser: argparse.ArgumentParser) -> None:
+def _add_copies(parser: argparse.ArgumentParser, rounds: int = 7) -> None:
     parser.add_argument(
         "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=_positive, default=7, metavar="N", help="turns (default: %(default)s)")
+    parser.add_argument("--rounds", type=_positive, default=rounds, metavar="N", help="turns (default: %(default)s)")
+
+
+def _add_against(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--against", choices=["vllm"], help="measure vLLM's own beside it, turn by turn")
 
 
 def _add_promotion(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +240,7 @@ def _add(benches: Subparsers, name: str, short: str, description: str, chunks: i
         help="chunks stored in one step (default: %(default)s, 8192 tokens)",
     )
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="eviction policies")
-    parser.add_argument("--against", choices=["vllm"], help="measure vLLM's own managers beside it, turn by turn")
+    _add_against(parser)
     parser.add_argument(
         "--rounds", type=_positive, default=5, metavar="N", help="turns of each side (default: %(default)s)"
     )
