@@ -46,7 +46,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class _Total:
     """used: bytes in use or promised, right up to a constant unless ``counted``.
 
-    removed: bytes of files that were removed by processes that have ended, and of these, ever. boot: of which run of the
+    removed: bytes of files that processes which have ended removed, ever, their own included. boot: of which run of the
         machine.
     """
 
