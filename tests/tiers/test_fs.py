@@ -76,6 +76,11 @@ class TestFsTierWithFsyncContract(TestFsTierContract):
         return maker(self.root, fsync=True)(context)
 
 
+class TestBoundedFsTierContract(TestFsTierContract):
+    def make_tier(self, context: TierContext) -> Tier:
+        return maker(self.root, capacity_bytes=1 << 30, min_free_bytes=1 << 20, direct_reads=False)(context)
+
+
 # What is on the disk.
 
 

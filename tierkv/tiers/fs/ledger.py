@@ -88,6 +88,9 @@ class Ledger:
         self._holder = -1
         #: Promised bytes that are not used, and bytes of files that this process has removed, ever.
         self._unused = self._removed = 0
+        self._largest = 0
+        #: Whether there was more than the capacity when that was looked at last: it may have been larger before.
+        self.over = False
 
     def open(self) -> None:
         """Become known to the other processes. Idempotent.
@@ -133,6 +136,7 @@ class Ledger:
             if self._unused < nbytes and not (ask and self._get_promise(nbytes)):
                 return False
             self._unused -= nbytes
+            self._largest = max(self._largest, nbytes)
             self._note()
             return True
 
@@ -142,8 +146,9 @@ class Ledger:
             self._unused += nbytes
             self._removed += nbytes if removed else 0
             self._note()
-            if self._unused > 2 * self.promise_bytes:
-                self._return(self._unused - self.promise_bytes)
+            kept = 0 if self.over else max(self.promise_bytes, self._largest)
+            if self._unused > 2 * kept:
+                self._return(self._unused - kept)
 
     def reuse(self, nbytes: int) -> None:
         """A record's file, which takes ``nbytes``, becomes another's: as if it were removed, and another made."""
@@ -169,6 +174,7 @@ class Ledger:
             used = found + begun.promised + (total.used - begun.used) + removed
             total.used = min(total.used, used) if total.counted else used
             total.counted = True
+            self._compare(total)
 
     def close(self) -> None:
         """Give back what is not used, and be gone."""
@@ -233,6 +239,7 @@ class Ledger:
                 total.used += self._own_bytes
                 self._enter()
             room = self._room(total, self._others(total))
+            self._compare(total)
             missing = nbytes - self._unused
             if room < missing:
                 return False
@@ -258,6 +265,10 @@ class Ledger:
         self._note()
         with self._total() as total:
             total.used -= nbytes
+            self._compare(total)
+
+    def _compare(self, total: _Total) -> None:
+        self.over = self._capacity is not None and total.counted and total.used > self._capacity
 
     def _all_removed(self, total: _Total, others: list[tuple[int, int]]) -> int:
         return total.removed + self._removed + sum(removed for _, removed in others)

@@ -109,7 +109,7 @@ class Room:
                     if self._ledger.take(nbytes):
                         return False
                     raise RecordError("capacity", f"no room for {nbytes} bytes")
-                fits = temporary is not None and victim.nbytes == nbytes
+                fits = temporary is not None and victim.nbytes == nbytes and not self._ledger.over
                 if not self._evict(victim, temporary if fits else None):
                     continue
                 if fits:
@@ -196,6 +196,18 @@ class Room:
                 now = time.monotonic()
                 self._barren_until = 0.0 if found else now + max(PAUSE_S, now - begin)
                 self._changed.notify_all()
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Evict what is above the capacity, which was larger before, or was not minded by others."""
+        while self._ledger.over and not self._closed:
+            with self._evicting:
+                with self._changed:
+                    victim = self._victims.popleft() if self._victims else None
+                if victim is None:
+                    return
+                if self._evict(victim, None):
+                    self._ledger.give_back(victim.nbytes, removed=True)
 
     def _walk(self) -> list[Victim]:
         self._on_walk(None)
