@@ -8,16 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from roots import disk_bytes, verified
 
-from tierkv.errors import RecordError
 from tierkv.testing.driver import TierDriver, some_chunks
-from tierkv.tiers import record
 from tierkv.tiers.fs import FsTier, FsTierConfig
-from tierkv.types import ChunkName, Space
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("store_in_a_loop.py")
@@ -46,34 +44,6 @@ def lines(process: subprocess.Popen[str]) -> list[str]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     return out.splitlines()
-
-
-def verified(root: Path) -> int:
-    """Verify each record that is visible below ``root``, by the format alone; how many there are.
-
-    One that is evicted meanwhile, so that its file becomes another's, is none any more.
-    """
-    paths = list(root.rglob("*.tkv"))
-    for path in paths:
-        namespace, generation, _, file = path.relative_to(root).parts
-        digits, group = file.removesuffix(".tkv").split("-")
-        name = ChunkName(Space(bytes.fromhex(namespace), bytes.fromhex(generation)), int(group), bytes.fromhex(digits))
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            raw = file.read()
-            try:
-                record.verify(raw, name, len(raw) - record.HEADER_BYTES)
-            except RecordError:
-                assert not os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return len(paths)
-
-
-def disk_bytes(root: Path) -> int:
-    """What ``du`` says: blocks of everything, directories included."""
-    total = 0
-    for path in [root, *root.rglob("*")]:
-        with suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
 
 
 @pytest.mark.parametrize("stop_at", [0, 5])

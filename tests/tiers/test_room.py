@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from roots import disk_bytes
 
 from tierkv.errors import ConfigError
 from tierkv.keys import new_generation
@@ -25,16 +25,6 @@ REQUEST = RequestContext()
 SLOT = 64 << 10
 #: File systems count time in ticks.
 TICK_S = 0.005
-
-
-def disk_bytes(root: Path) -> int:
-    """What ``du`` says: blocks of everything, directories included."""
-    paths = [root, *root.rglob("*")]
-    total = 0
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_blocks * 512
-    return total
 
 
 def records(root: Path) -> set[str]:
