@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import tierkv
-from tierkv.cli import bench, demo
+from tierkv.cli import bench, demo, store
 from tierkv.errors import TierKVError
 
-_COMMANDS = (demo, bench)
+_COMMANDS = (demo, bench, store)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -59,6 +59,10 @@ def checksum(chunk: bytes | bytearray | memoryview | Any) -> int:
     return xxhash.xxh3_64_intdigest(chunk)
 
 
+#: ``checksum`` of a chunk that comes in pieces.
+Checksum = xxhash.xxh3_64
+
+
 def assemble(blocks: Sequence[Sequence[Sequence[bytes]]]) -> bytes:
     """A chunk from its planes, ``blocks[block][layer][plane]``: slow, obvious, and what tests compare with."""
     return b"".join(plane for block in blocks for page in block for plane in page)

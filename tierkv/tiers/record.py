@@ -92,6 +92,10 @@ def payload_checksum(payload: Buffer) -> int:
     return canonical.checksum(payload)
 
 
+#: The same, for a payload that comes in pieces: ``update`` and ``intdigest``.
+PayloadChecksum = canonical.Checksum
+
+
 def encode_header(name: ChunkName, length: int, checksum: int) -> bytes:
     """The 512 bytes that stand before a payload of ``length`` bytes whose xxh3-64 is ``checksum``.
 
@@ -176,9 +180,18 @@ def check_payload(header: Header, payload: Buffer) -> int:
         RecordError: ``checksum``.
     """
     found = payload_checksum(payload)
+    check_checksum(header, found)
+    return found
+
+
+def check_checksum(header: Header, found: int) -> None:
+    """Accept ``found`` as the xxh3-64 of the payload that was stored.
+
+    Raises:
+        RecordError: ``checksum``.
+    """
     if found != header.checksum:
         raise RecordError("checksum", f"{found:016x}, stored was {header.checksum:016x}")
-    return found
 
 
 def verify(record: Buffer, name: ChunkName, length: int) -> Header:

@@ -196,6 +196,12 @@ class Ledger:
         return os.path.join(self._root.temporary, self._token)
 
     @staticmethod
+    def read_used(fd: int) -> int | None:
+        """``used``, from the opened file of the total, for who has no part in it; None if that is not known."""
+        total = _read_total(fd)
+        return total.used if total.counted else None
+
+    @staticmethod
     def temporary_name(nbytes: int) -> str:
         """A name for a temporary file for which ``nbytes`` were taken: whoever finds it knows how much to give back."""
         return f"{os.urandom(8).hex()}-{nbytes}.tmp"
