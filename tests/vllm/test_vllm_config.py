@@ -58,7 +58,7 @@ def test_error_at_start(case: str, engines: Engines, tmp_path: Path) -> None:
 def _mount_read_only(engine: Engine, path: Path) -> None:
     path.mkdir()
     try:
-        engine("mount_read_only", path=str(path))
+        engine("mount", path=str(path), read_only=True)
     except EngineError as error:
         pytest.skip(f"a read-only file system cannot be mounted here: {error.message}")
 

@@ -46,8 +46,8 @@ class EngineProcess:
 
         vllm_models.make_model(name, folder)
 
-    def mount_read_only(self, path: str) -> None:
-        """An empty read-only file system at ``path``, seen by this process only."""
+    def mount(self, path: str, *, read_only: bool = False, size: str = "") -> None:
+        """An empty file system at ``path``, seen by this process only; of ``size``, as tmpfs has it."""
         libc = ctypes.CDLL(None, use_errno=True)
         clone_newns, clone_newuser, ms_rdonly, ms_rec, ms_private = 0x20000, 0x10000000, 1, 0x4000, 1 << 18
         uid, gid = os.getuid(), os.getgid()
@@ -56,12 +56,15 @@ class EngineProcess:
         for name, content in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(content)
-        for arguments in (
-            (None, b"/", None, ms_rec | ms_private, None),
-            (b"tmpfs", path.encode(), b"tmpfs", ms_rdonly, None),
-        ):
-            if libc.mount(*arguments) != 0:
-                raise OSError(ctypes.get_errno(), "mount")
+        _mount(None, b"/", None, ms_rec | ms_private, None)
+        _mount(
+            b"tmpfs", path.encode(), b"tmpfs", ms_rdonly if read_only else 0, f"size={size}".encode() if size else None
+        )
+
+    def grow(self, path: str, size: str) -> None:
+        """What was mounted at ``path`` is of ``size`` from now on."""
+        ms_remount = 32
+        _mount(b"tmpfs", path.encode(), b"tmpfs", ms_remount, f"size={size}".encode())
 
     def allow_layout(self, name: str) -> None:
         """Let the CPU's attention run with another order of the KV cache's dimensions, too."""
@@ -245,6 +248,12 @@ class EngineProcess:
         import vllm_faults
 
         return getattr(vllm_faults, function)(self, **arguments)
+
+
+def _mount(*arguments: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), "mount")
 
 
 def _prompt(prompt: Any) -> Any:

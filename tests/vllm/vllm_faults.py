@@ -40,6 +40,38 @@ def fail_copies(process: Any, store: bool, which: list[int]) -> None:
     _before_copies(store, fail)
 
 
+#: What threads of an fs tier call, and what they called before ``break_disk``.
+_CALLS = ("open", "stat", "preadv", "writev", "rename")
+_working: dict[str, Any] = {}
+
+
+def break_disk(process: Any, number: int | None, names: list[str]) -> None:
+    """From now on these calls fail with errno ``number``, or take until ``mend_disk``, for the threads of fs tiers."""
+    mended = _working["mended"] = threading.Event()
+
+    def broken(call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name.startswith("tierkv-fs-"):
+                if number is not None:
+                    raise OSError(number, os.strerror(number))
+                mended.wait()
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name in names or _CALLS:
+        _working[name] = getattr(os, name)
+        setattr(os, name, broken(_working[name]))
+
+
+def mend_disk(process: Any) -> None:
+    """The disk works again."""
+    mended = _working.pop("mended")
+    for name in list(_working):
+        setattr(os, name, _working.pop(name))
+    mended.set()
+
+
 # ---- what tests want to know of the process
 
 
