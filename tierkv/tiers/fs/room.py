@@ -16,14 +16,13 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from tierkv.errors import RecordError
 from tierkv.keys import FIRST_GENERATION
 from tierkv.tiers.fs.ledger import Ledger
 from tierkv.tiers.fs.root import Root
-from tierkv.tiers.fs.survey import Survey, Victim, names, survey
+from tierkv.tiers.fs.survey import Survey, Victim, Victims, names, survey
 from tierkv.types import Space
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class Room:
         self._left: dict[Space, int] = {}
         self._evicting = threading.Lock()
         self._changed = threading.Condition()
-        self._victims: deque[Victim] = deque()
+        self._victims = Victims()
         self._enough = 0
         self._wanted = True
         self._walks = 0
@@ -144,10 +143,10 @@ class Room:
             if len(self._victims) <= self._enough:
                 self._want_walk()
             until = time.monotonic() + PATIENCE_S
-            while not self._victims and self._wanted and not self._closed:
+            while not len(self._victims) and self._wanted and not self._closed:
                 if not self._changed.wait(until - time.monotonic()):
                     break
-            return self._victims.popleft() if self._victims else None
+            return self._victims.take()
 
     def _want_walk(self) -> None:
         if time.monotonic() >= self._barren_until:
@@ -182,19 +181,19 @@ class Room:
                 if self._closed:
                     return
             begin = time.monotonic()
-            found: list[Victim] = []
+            found = Victims()
             try:
                 found = self._walk()
             except Exception as error:  # of the file system, most likely; there may be another walk
                 logger.warning("a walk through %s failed: %s", self._root.path, error)
             with self._changed:
-                self._victims = deque(found)
+                self._victims = found
                 self._enough = len(found) // 2
                 self._wanted = False
                 self._walks += 1
                 self._full = False
                 now = time.monotonic()
-                self._barren_until = 0.0 if found else now + max(PAUSE_S, now - begin)
+                self._barren_until = 0.0 if len(found) else now + max(PAUSE_S, now - begin)
                 self._changed.notify_all()
             self._shrink()
 
@@ -203,17 +202,17 @@ class Room:
         while self._ledger.over and not self._closed:
             with self._evicting:
                 with self._changed:
-                    victim = self._victims.popleft() if self._victims else None
+                    victim = self._victims.take()
                 if victim is None:
                     return
                 if self._evict(victim, None):
                     self._ledger.give_back(victim.nbytes, removed=True)
 
-    def _walk(self) -> list[Victim]:
+    def _walk(self) -> Victims:
         self._on_walk(None)
         if not self._bounded:
             self._on_walk(names(self._root, self._namespace, lambda: self._closed))
-            return []
+            return Victims()
         self._ledger.open()
         count = self._ledger.begin_count()
         found = survey(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,15 +21,72 @@ from tierkv.types import KEY_BYTES, ChunkName, Space
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"-(\d+)\.tmp$")
+#: Records that are looked at, at most, before other threads get to run: about half a millisecond.
+_STEP = 64
+
 _RECORD = re.compile(r"((?:[0-9a-f]{2}){16,64})-(\d{1,9})\.tkv")
 
 
 class Victim(NamedTuple):
-    """A record that may go. used_ns: when it was last used, as the file system has it."""
+    """A record that may go. nbytes: what its file takes. used_ns: when it was last used, as the file system has it."""
 
     path: str
     nbytes: int
     used_ns: int
+
+
+class Victims:
+    """Records that may go, in an order.
+
+    They are kept in columns: there may be millions, and of objects that refer to others each garbage collection would
+    look at all, while the engine waits.
+    """
+
+    def __init__(self) -> None:
+        self._directories: list[str] = []
+        self._names: list[str] = []
+        self._places = array("i")
+        self._nbytes = array("q")
+        self._used = array("q")
+        self._taken = 0
+        #: Of all that were added.
+        self.nbytes = 0
+
+    def add(self, directory: str, name: str, nbytes: int, used_ns: int) -> None:
+        """Add the record with file name ``name`` of the space whose directory is ``directory``."""
+        if not self._directories or self._directories[-1] != directory:
+            self._directories.append(directory)
+        self._names.append(name)
+        self._places.append(len(self._directories) - 1)
+        self._nbytes.append(nbytes)
+        self._used.append(used_ns)
+        self.nbytes += nbytes
+
+    def oldest(self, nbytes: int, into: Victims | None = None) -> Victims:
+        """The least recently used, of ``nbytes`` together or a little more, behind those of ``into``."""
+        chosen = Victims() if into is None else into
+        # By arrays, which are sorted without the interpreter; and then in steps, so that others get to run.
+        order = np.argsort(np.array(self._used, np.int64), kind="stable")
+        total = np.cumsum(np.array(self._nbytes, np.int64)[order])
+        count = min(len(order), int(np.searchsorted(total, nbytes)) + 1) if nbytes > 0 else 0
+        for step in range(0, count, _STEP):
+            _let_others_run()
+            for i in order[step : min(step + _STEP, count)].tolist():
+                chosen.add(self._directories[self._places[i]], self._names[i], self._nbytes[i], self._used[i])
+        return chosen
+
+    def take(self) -> Victim | None:
+        """The next one, which is not among them any more; None if that was all."""
+        if not len(self):
+            return None
+        i = self._taken
+        self._taken += 1
+        name = self._names[i]
+        path = os.path.join(self._directories[self._places[i]], name[:2], name)
+        return Victim(path, self._nbytes[i], self._used[i])
+
+    def __len__(self) -> int:
+        return len(self._names) - self._taken
 
 
 @dataclass(slots=True)
@@ -41,7 +99,7 @@ class Survey:
 
     nbytes: int = 0
     known: array[int] = field(default_factory=lambda: array("Q"))
-    victims: list[Victim] = field(default_factory=list)
+    victims: Victims = field(default_factory=Victims)
 
     @property
     def known_words(self) -> Words:
@@ -56,10 +114,12 @@ def spaces(root: Root) -> Iterator[tuple[Space, str]]:
 
 
 def records(directory: str) -> Iterator[os.DirEntry[str]]:
-    """The files of records below the directory of a space."""
+    """The files of records below the directory of a space. Lets other threads run now and then."""
     for fan in _subdirectories(directory, _FAN):
         with contextlib.suppress(FileNotFoundError), os.scandir(fan.path) as entries:
-            for entry in entries:
+            for number, entry in enumerate(entries):
+                if number % _STEP == 0:
+                    _let_others_run()
                 if _RECORD.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     yield entry
 
@@ -115,12 +175,10 @@ def survey(
     # Temporary files first: what is renamed meanwhile is found again as a record, which is better than not at all.
     for path in (root.temporary, root.ledger):
         found.nbytes += _own_files(path, size_of)
-    first: list[Victim] = []
-    others: list[Victim] = []
+    first, others = Victims(), Victims()
     for space, directory in spaces(root):
         words = _Words(space) if space.namespace == namespace else None
-        candidates: list[Victim] = []
-        newest = total = 0
+        candidates, newest = Victims(), 0
         for entry in records(directory):
             if stop():
                 return found
@@ -133,17 +191,14 @@ def survey(
             if words is not None:
                 found.known.append(words.of(entry.name))
             newest = max(newest, status.st_atime_ns)
-            candidates.append(Victim(entry.path, nbytes, status.st_atime_ns))
-            total += nbytes
-            if total > 4 * victim_bytes:
-                candidates = _oldest(candidates, victim_bytes)
-                total = sum(victim.nbytes for victim in candidates)
+            candidates.add(directory, entry.name, nbytes, status.st_atime_ns)
+            if candidates.nbytes > 4 * victim_bytes:
+                candidates = candidates.oldest(victim_bytes)
         abandoned = newest < unused_since_ns or newest <= left.get(space, -1)
-        (first if abandoned else others).extend(_oldest(candidates, victim_bytes))
+        candidates.oldest(victim_bytes, into=first if abandoned else others)
     found.nbytes += _directories(root, size_of)
-    found.victims = _oldest(first, victim_bytes)
-    rest = victim_bytes - sum(victim.nbytes for victim in found.victims)
-    found.victims += _oldest(others, rest)
+    found.victims = first.oldest(victim_bytes)
+    others.oldest(victim_bytes - found.victims.nbytes, into=found.victims)
     return found
 
 
@@ -163,15 +218,13 @@ class _Words:
         return int.from_bytes(tail[: KEY_BYTES // 2], "little") ^ mask
 
 
-def _oldest(victims: Collection[Victim], nbytes: int) -> list[Victim]:
-    """The least recently used of ``victims``, of ``nbytes`` together, or a little more; in that order."""
-    chosen, total = [], 0
-    for victim in sorted(victims, key=lambda victim: victim.used_ns):
-        if total >= nbytes:
-            break
-        chosen.append(victim)
-        total += victim.nbytes
-    return chosen
+def _let_others_run() -> None:
+    """Leave the interpreter to who waits for it.
+
+    System calls do that, too, but those that return at once have it back before anybody has woken up, and what only
+    computes has it for five milliseconds.
+    """
+    time.sleep(1e-4)
 
 
 def _subdirectories(path: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
