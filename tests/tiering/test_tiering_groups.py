@@ -160,3 +160,49 @@ def test_chunks_of_different_sizes_end_where_the_largest_does() -> None:
         assert bench.load("a", 11, "r2", local=3 * TOKENS) == 8 * TOKENS  # from within a chunk on
         bench.assert_at_rest()
         assert set(puppet_of(bench).loaded.values()) == {1}
+
+
+# Eviction: from the end of a prompt on, in all groups alike.
+
+
+def fill(bench: Bench, text: str, count: int) -> None:
+    """Other chunks, which evict ``count`` of each group."""
+    bench.store(text, count)
+
+
+@pytest.mark.parametrize("how", ["stored", "loaded", "loaded behind the device's"])
+def test_what_is_left_of_a_prompt_is_a_prefix_in_all_groups(how: str) -> None:
+    """Room for two prompts of two groups; after half of another one, half of the older one can still be served."""
+    with Bench([group(0), group(1)], slots=80) as bench:
+        # As the connector gives them: by position, not by group.
+        first = Chunks.concat(list(bench.chunks("a", 20))).take([i // 2 + 20 * (i % 2) for i in range(40)])
+        store(bench, [first])
+        if how == "loaded":
+            store(bench, [Chunks.concat(list(bench.chunks("b", 20)))])
+            assert bench.load("a", 20, "r") == 20 * TOKENS
+            fill(bench, "c", 20)  # the second one goes
+        elif how != "stored":
+            store(bench, [Chunks.concat(list(bench.chunks("b", 20)))])
+            assert bench.load("a", 20, "r", local=8 * TOKENS) == 20 * TOKENS
+            fill(bench, "c", 20)
+        else:
+            fill(bench, "c", 20)
+        fill(bench, "d", 10)
+        left = bench.ask("a", 20, "r2")
+        assert left is not None and 9 * TOKENS <= left <= 11 * TOKENS
+        bench.manager.finish_request("r2")
+        audit(bench)
+
+
+def test_a_state_goes_with_the_attention_before_it() -> None:
+    """A state that is used is not older than what needs it."""
+    with Bench([group(0), group(1, "state", page=256)], slots=24) as bench:
+        attention, states = bench.chunks("a", 16)
+        store(bench, [attention, states.slice(15, 16)])
+        assert bench.load("a", 16, "r") == 16 * TOKENS
+        store(bench, [bench.chunks("b", 7)[0]])  # all that is free
+        assert bench.load("a", 16, "r2") == 16 * TOKENS
+        bench.manager.touch(states.slice(15, 16))
+        store(bench, [bench.chunks("c", 7)[0]])  # what was used least lately goes: "b", and not the state
+        assert bench.load("a", 16, "r3") == 16 * TOKENS
+        audit(bench)

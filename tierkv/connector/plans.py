@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,29 @@ def storable_chunks(group: GroupSpec, blocks: Sequence[int], first: int, last: i
     if NULL_BLOCK not in blocks[first * size : last * size]:
         return range(first, max(first, last))
     return [chunk for chunk in range(first, last) if NULL_BLOCK not in blocks[chunk * size : (chunk + 1) * size]]
+
+
+class Chosen(NamedTuple):
+    """Some chunks of several groups: ``(n,)`` each. order: their places when those of one group follow another's.
+
+    owners: the group of each. numbers: its number there.
+    """
+
+    order: Offsets
+    owners: Offsets
+    numbers: Offsets
+
+
+def by_position(groups: Sequence[GroupSpec], chosen: Sequence[Sequence[int]]) -> Chosen:
+    """The chunks ``chosen[n]`` of each group n, by the token they end with.
+
+    What is stored in this order is evicted from the end of the prompt on, in all groups alike.
+    """
+    owners = np.repeat(np.arange(len(groups)), [len(chunks) for chunks in chosen])
+    numbers = np.concatenate([np.asarray(chunks, np.int64) for chunks in chosen])
+    sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)
+    order = np.argsort((numbers + 1) * sizes[owners], kind="stable")
+    return Chosen(order, owners[order], numbers[order])
 
 
 def sparse_table(blocks: Mapping[int, int]) -> list[int]:

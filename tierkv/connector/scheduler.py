@@ -23,7 +23,7 @@ from tierkv.layout.spec import STATE
 from tierkv.params import TransferParams, read_params
 from tierkv.tiering.query import Query
 from tierkv.transfer.plan import BlockCopies, Transfer
-from tierkv.types import Chunks, RequestContext
+from tierkv.types import Chunks, Offsets, RequestContext
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -333,6 +333,7 @@ class SchedulerHalf:
                 tables[i] = plans.sparse_table(states.get(i, {}))
         tokens = self._storable_tokens(state)
         state.named.extend(state.request.block_hashes)
+        first_store = not any(state.stored)
         chosen: list[Sequence[int]] = []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
             last = min(tokens // group.tokens_per_chunk, len(state.named.chunks[n]))
@@ -344,19 +345,33 @@ class SchedulerHalf:
                 state.stored[n] = max(first, last)
         if not any(chosen):
             return
+        order, owners, numbers = plans.by_position(self._groups, chosen)
         batch = Chunks.concat([c.take(which) for c, which in zip(state.named.chunks, chosen, strict=True) if which])
+        if sum(map(bool, chosen)) > 1:
+            batch = batch.take(order)
         ticket = self.manager.begin_store(batch, state.request.request_id)
+        if first_store:
+            self._touch_states(state)
         if ticket is not None:
-            self._add_store(ticket, chosen, tables)
+            self._add_store(ticket, owners[ticket.indices], numbers[ticket.indices], tables)
 
-    def _add_store(self, ticket: StoreTicket, chosen: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> None:
-        copies, blocks, start = [], [], 0
+    def _touch_states(self, state: RequestState) -> None:
+        """The request goes on from states of the device's: nobody offers them again, as is done with all else."""
+        for n, group in enumerate(self._groups):
+            if group.kind == STATE and state.local and state.local % group.tokens_per_chunk == 0:
+                last = state.local // group.tokens_per_chunk
+                self.manager.touch(state.named.chunks[n].slice(last - 1, last))
+
+    def _add_store(
+        self, ticket: StoreTicket, owners: Offsets, numbers: Offsets, tables: Sequence[Sequence[int]]
+    ) -> None:
+        """Plan the copies of ``ticket``. owners, numbers: the group of each of its chunks, and its number there."""
+        copies, blocks = [], []
         for n, (group, i) in enumerate(zip(self._groups, self._deployment.group_ids, strict=True)):
-            inside = (ticket.indices >= start) & (ticket.indices < start + len(chosen[n]))
-            chunks = [chosen[n][k - start] for k in ticket.indices[inside].tolist()]
-            start += len(chosen[n])
-            if chunks:
-                copies.append(plans.store_copies(n, group, tables[i], chunks, ticket.offsets[inside]))
+            mine = owners == n
+            if mine.any():
+                chunks = numbers[mine].tolist()
+                copies.append(plans.store_copies(n, group, tables[i], chunks, ticket.offsets[mine]))
                 blocks.extend(copies[-1].blocks.tolist())
         job_id = next(self._ids)
         self._stores[job_id] = StoreWork(ticket, blocks, ranks_left=self._ranks)

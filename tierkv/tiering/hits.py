@@ -52,6 +52,18 @@ def needed(group: GroupSpec, local: int, boundary: int) -> Range:
     return Range(first, -(-boundary // size))
 
 
+def by_position(groups: Sequence[GroupSpec], ranges: Sequence[Range]) -> npt.NDArray[np.intp] | None:
+    """The chunks of ``ranges``, one of each group, taken one after another: their order by the token they end with.
+
+    None if that is the order they are in. What is used, or stored, in this order is evicted from the end of the prompt
+    on in all groups alike: a chunk whose partners at its position are gone is of no use to anybody.
+    """
+    if sum(map(bool, ranges)) <= 1:
+        return None
+    ends = [np.arange(r.first + 1, r.last + 1) * g.tokens_per_chunk for g, r in zip(groups, ranges, strict=True)]
+    return np.argsort(np.concatenate(ends), kind="stable")
+
+
 def best_boundary(groups: Sequence[GroupSpec], gap: Gap, local: int, limit: int, align: int) -> Boundary:
     """The largest boundary, at most ``limit``, that every group can serve; ``local`` if there is none.
 

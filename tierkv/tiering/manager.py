@@ -32,7 +32,7 @@ from tierkv.keys import FIRST_GENERATION, new_generation
 from tierkv.layout.spec import ModelSpec
 from tierkv.metrics import Metrics
 from tierkv.tiering.cascades import Cascades
-from tierkv.tiering.hits import Gap, Range, best_boundary, fitting_limit, needed
+from tierkv.tiering.hits import Gap, Range, best_boundary, by_position, fitting_limit, needed
 from tierkv.tiering.jobs import JobRecord, JobTable
 from tierkv.tiering.lanes import Lane
 from tierkv.tiering.promotions import Promotions
@@ -239,13 +239,20 @@ class TieringManager:
                 where = np.full(len(held), -1, np.int64)
                 where[inside] = self._cache.offset(held[inside])
                 offsets.append(where)
-                self._cache.touch(held[inside])
                 promoted = int((origins[inside] != NOWHERE).sum())
                 self.metrics.add("hit_chunks_tier", promoted)
                 self.metrics.add("hit_chunks_host", len(want) - promoted)
+            self._touch(hit)
             plan = LoadPlan(hit.answer, tuple(offsets), self._sources(hit, hit.answer))
         self._trace.emit("load_planned", request=request_id, chunks=sum(map(len, hit.ranges)))
         return plan
+
+    def touch(self, chunks: Chunks) -> None:
+        """A request uses ``chunks``, head first, on the device; those that the host has are as good as used there."""
+        with self._lock:
+            if chunks.space == self.space:
+                known, states = self._cache.locate(chunks.keys)
+                self._cache.touch(known[states == READY])
 
     def finish_load(self, request_id: str, ok: bool) -> None:
         """End a load. After a failed one the host copies are forgotten and the request gets no more hits."""
@@ -543,6 +550,22 @@ class TieringManager:
             self.metrics.add("waits_given_up", len(slow))
             verdicts[slow] = LATE
         hit.load_deadline = None
+
+    def _touch(self, hit: Hit) -> None:
+        """The request uses what it loads, and of the groups that need all of the prefix, what the device has of it."""
+        used, ranges = [], []
+        for group, chunks, held, want in zip(self._groups, hit.query.chunks, hit.held, hit.ranges, strict=True):
+            first = want.first if group.windowed else 0
+            slots = held[first : want.last]
+            if first < want.first:
+                slots = slots.copy()
+                slots[: want.first] = self._cache.find(chunks.upto(want.first).keys[: want.first])
+            used.append(slots)
+            ranges.append(Range(first, want.last))
+        slots = np.concatenate(used)
+        order = by_position(self._groups, ranges)
+        slots = slots if order is None else slots[order]
+        self._cache.touch(slots[slots >= 0])
 
     def _sources(self, hit: Hit, boundary: int) -> dict[str, int]:
         """Tokens by source, by the first group: one without a window, if there is one, has a chunk for each."""
