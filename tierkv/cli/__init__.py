@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import tierkv
-from tierkv.cli import bench, demo, store
+from tierkv.cli import bench, demo, explain, store
 from tierkv.errors import TierKVError
 
-_COMMANDS = (demo, bench, store)
+_COMMANDS = (demo, bench, store, explain)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,85 @@
+"""``tierkv explain``: why two deployments share what they store, or do not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DESCRIPTION = """\
+Says which fields of two namespaces differ: each of them keeps the chunks of one deployment from the other. A and B are
+namespace.json files of fs tiers, or directories that have one, such as root_dir/<namespace>. Exit code 1 if they differ.
+"""
+
+#: What follows from other fields, or is not part of the namespace.
+_DERIVED = ("digest", "trusted")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "explain",
+        help="which field keeps two deployments from sharing",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in ("A", "B"):
+        parser.add_argument(name.lower(), metavar=name, help="a namespace.json, or its directory")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, one for each difference")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = list(differences(_read("A", args.a), _read("B", args.b)))
+    if args.json:
+        for field, mine, theirs in found:
+            print(json.dumps({"field": field, "a": mine, "b": theirs}))
+    elif not found:
+        print("The same namespace: what one has stored serves the other.")
+    else:
+        for field, mine, theirs in found:
+            print(f"{field}:\n  A: {_shown(mine)}\n  B: {_shown(theirs)}")
+    return 1 if found else 0
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The fields in which two descriptions differ, as deep down as that can be told, with both values; None: missing."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in {**a, **b}:
+            if path or key not in _DERIVED:
+                yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (mine, theirs) in enumerate(zip(a, b, strict=True)):
+            yield from differences(mine, theirs, f"{path}[{i}]")
+    elif a != b:
+        yield path, a, b
+
+
+def _read(name: str, path: str) -> dict[str, Any]:
+    from tierkv.errors import ConfigError
+    from tierkv.tiers.fs.root import DESCRIPTION
+
+    if os.path.isdir(path):
+        path = os.path.join(path, DESCRIPTION)
+    accepted = "a namespace.json of an fs tier, or its directory (tierkv store ls PATH lists them)"
+    try:
+        with open(path, encoding="utf-8") as file:
+            fields = json.load(file)
+    except OSError as error:
+        raise ConfigError(name, f"{path!r} cannot be read ({error.strerror})", accepted) from error
+    except ValueError as error:
+        raise ConfigError(name, f"{path!r} is not JSON ({error})", accepted) from error
+    if not isinstance(fields, dict) or "groups" not in fields:
+        raise ConfigError(name, f"{path!r} does not describe a namespace", accepted)
+    return fields
+
+
+def _shown(value: Any) -> str:
+    """A value on one line; of a long list, that it is one: its parts do not correspond."""
+    if isinstance(value, list) and len(value) > 8:
+        return f"{len(value)} entries, from {json.dumps(value[0])} on"
+    return "nothing" if value is None else json.dumps(value)
