@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Says which fields of two namespaces differ: each of them keeps the chunks of one deployment from the other. A and B are
-namespace.json files of fs tiers, or directories that have one, such as root_dir/<namespace>. Exit code 1 if they differ.
+Says which fields of two namespaces differ: each of them keeps the chunks of one deployment from the other. A and B
+are namespace.json files of fs tiers, or directories that have one, such as root_dir/<namespace>. Exit code 1 if they
+differ.
 """
 
 #: What follows from other fields, or is not part of the namespace.
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The fields in which two descriptions differ, as deep down as that can be told, with both values; None: missing."""
+    """The fields in which two descriptions differ, as deep down as can be told, with both values; None: missing."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
             if path or key not in _DERIVED:
