@@ -17,7 +17,8 @@ LEVELS = (
     ("errors", "types"),
     ("config", "params", "keys", "registry", "events", "metrics", "weights"),
     ("layout",),
-    ("host", "transfer", "tiers"),
+    ("host",),
+    ("transfer", "tiers"),
     ("tiering",),
     ("connector", "sim", "export", "testing"),
     ("bench",),
@@ -38,7 +39,7 @@ LAZY = {"vllm", "torch", "transformers", "matplotlib", "tqdm"}
 LAZY_PARTS = ("bench", "cli")
 
 #: What of tierkv.tiers all tiers share.
-SHARED_BY_TIERS = ("base", "record", "io", "lookups", "breaker", "throttle")
+SHARED_BY_TIERS = ("base", "record", "headers", "io", "lookups", "breaker", "throttle")
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -76,6 +76,9 @@ _BUILT_IN = "tierkv.host.policies"
 #: How many of the coldest chunks are looked at, at most, to see whose they are.
 _SAMPLE = 256
 
+#: So many pairs of space and group are numbered before anybody looks whether the first ones are still in use.
+_MANY_OWNERS = 64
+
 
 class Reservation(NamedTuple):
     """slots: ``(n,)`` for each chunk its slot, or -1. evicted: ``(m, 2)``, the keys of what had to go for them."""
@@ -141,6 +144,7 @@ class HostCache:
         self._heads: Hashes | None = None  # what the full hash has before the 16 bytes that the key is made of
         self._owners: list[_Owner | None] = []
         self._owner_of: dict[tuple[Space, int], int] = {}
+        self._owners_bound = _MANY_OWNERS
         classes = len(plan.class_bytes)
         #: Slots of each class in a slab, the last slab perhaps excepted, which may be smaller.
         self._per_slab: Offsets = plan.slab_bytes // self._view.class_bytes
@@ -158,6 +162,22 @@ class HostCache:
             pool[0] += 1
             pool[pool[0]] = slab
         self._slabs_grown = max(self._slabs_grown, whole)
+
+    def add_slabs(self, slabs: Offsets, size_class: int = -1) -> None:
+        """Instead of ``grow``, in any order: ``slabs``, none of which can be used yet, can be from now on.
+
+        Args:
+            size_class: that all of their slots are free of; if none, they are taken after those that wait already.
+        """
+        if size_class >= 0:
+            for slab in slabs.tolist():
+                kernels.assign(self._state, slab, size_class, self.plan.slots_in(slab, size_class))
+            return
+        pool = self._state.pool
+        there, added = int(pool[0]), len(slabs)
+        pool[1 + added : 1 + added + there] = pool[1 : 1 + there].copy()
+        pool[1 : 1 + added] = slabs[::-1]
+        pool[0] = there + added
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,6 +267,24 @@ class HostCache:
         """Distinct ``slots`` will not be written to the end: their chunks are gone, and so are the writer's pins."""
         slots = _as_slots(slots)
         kernels.end_writing(self._state, slots, False, np.zeros(len(slots), np.bool_))
+
+    def restore(self, chunks: Chunks, slots: Offsets) -> Flags:
+        """``chunks`` lie in ``slots`` since an earlier life: READY at once, as one access, head first.
+
+        Args:
+            slots: free ones, distinct, of the chunks' own size class.
+
+        Returns:
+            which of them are READY now; a chunk that is there already was passed over.
+        """
+        slots, restored = _as_slots(slots), np.zeros(len(slots), np.bool_)
+        kernels.restore(self._state, _as_keys(chunks.keys), self._owner_ids(chunks), slots, restored)
+        ready = slots if every(restored) else slots[restored]
+        if len(ready):
+            self._checksums[ready] = 0
+            self._set_heads(ready, chunks.hashes if every(restored) else chunks.hashes[restored])
+            self._tell("inserted", ready)
+        return restored
 
     # ── using ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -423,17 +461,26 @@ class HostCache:
 
     def _add_owner(self, space: Space, group: int) -> int:
         """A number for a new space and group; those of spaces of which no slot is left are given again."""
-        in_use = np.unique(self._state.records["owner"][self._state.records["state"] != FREE])
-        for number, owner in enumerate(self._owners):
-            if owner is not None and owner.space != space and number not in in_use:
-                self._owners[number] = None
-                del self._owner_of[owner.space, owner.group]
+        if None not in self._owners and len(self._owners) >= self._owners_bound:
+            self._drop_owners(space)
         number = self._owners.index(None) if None in self._owners else len(self._owners)
         if number == len(self._owners):
             self._owners.append(None)
         self._owners[number] = _Owner(space, group, group_mask(space, group))
         self._owner_of[space, group] = number
         return number
+
+    def _drop_owners(self, kept: Space) -> None:
+        """Free the numbers of other spaces of which no slot is left.
+
+        Looks at each slot, so it is done when the numbers have doubled since, and not for each new one.
+        """
+        in_use = set(np.unique(self._state.records["owner"][self._state.records["state"] != FREE]).tolist())
+        for number, owner in enumerate(self._owners):
+            if owner is not None and owner.space != kept and number not in in_use:
+                self._owners[number] = None
+                del self._owner_of[owner.space, owner.group]
+        self._owners_bound = max(_MANY_OWNERS, 2 * len(in_use))
 
     def _set_heads(self, slots: Offsets, hashes: Hashes) -> None:
         if not len(slots):
@@ -710,6 +757,9 @@ def warm_up(make_policy: Callable[[SlotView], Policy]) -> None:
         cache.unpin(slots[slots >= 0])
     cache.clear()
     cache.abort(cache.reserve(chunks).slots)
+    free = cache.reserve(chunks).slots
+    cache.abort(free)
+    cache.restore(chunks, free)
 
 
 def _refuse_derived(policy: type[Policy]) -> None:

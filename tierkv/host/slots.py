@@ -237,6 +237,45 @@ def _take(s: State, keys: Keys, owners: npt.NDArray[np.uint16], size_class: Int,
     return done
 
 
+def _restore(
+    s: State, keys: Keys, owners: npt.NDArray[np.uint16], slots: Offsets, restored: npt.NDArray[np.bool_]
+) -> Int:
+    """The free ``slots``, all of one class, hold the chunks of ``keys`` already: ready, in no policy's list yet.
+
+    ``restored`` receives which of them are; a key that is there already, twice in the batch included, is passed over.
+
+    Returns:
+        how many are.
+    """
+    table, slabs, counts, free, division = s.table, s.slabs, s.counts, s.free, s.division
+    words0, words1, pins = s.records["word0"], s.records["word1"], s.records["pins"]
+    owner, states = s.records["owner"], s.records["state"]
+    older, newer = s.records["older"], s.records["newer"]
+    count = 0
+    for i in range(keys.shape[0]):
+        if i % AHEAD == 0:
+            fetch_keys(s, keys, i, min(i + AHEAD, keys.shape[0]))
+        slot = slots[i]
+        assert states[slot] == FREE, "only a free slot is restored"
+        restored[i] = add(table, words0, words1, keys[i, 0], keys[i, 1], slot) == slot
+        if not restored[i]:
+            continue
+        slab = slab_of(division, slot)
+        size_class = slabs[CLASS, slab]
+        unlink(free, older, newer, size_class, slot)
+        words0[slot] = keys[i, 0]
+        words1[slot] = keys[i, 1]
+        pins[slot] = 0
+        owner[slot] = owners[i]
+        states[slot] = READY
+        slabs[USED, slab] += 1
+        counts[size_class, FREE] -= 1
+        counts[size_class, READY] += 1
+        counts[size_class, EVICTABLE] += 1
+        count += 1
+    return count
+
+
 def _evict(s: State, slots: Offsets, keys: Keys) -> None:
     """``slots``, ready, not pinned, and in no policy's list any more, are free; ``keys`` receives their keys."""
     table, slabs, counts, free, division = s.table, s.slabs, s.counts, s.free, s.division
@@ -506,6 +545,7 @@ fetch_slots = inlined(_fetch_slots)
 next_slot = inlined(_next_slot)
 holds = inlined(_holds)
 take = jit(_take)
+restore = jit(_restore)
 evict = jit(_evict)
 pin = jit(_pin)
 unpin = jit(_unpin)

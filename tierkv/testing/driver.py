@@ -45,9 +45,11 @@ class TierDriver:
         n_slots: int = 64,
         slot_bytes: int = 4096,
         patience_s: float = 60.0,
+        chunk_bytes: tuple[int, ...] | None = None,
     ) -> None:
         """
         Args:
+            chunk_bytes: of the groups that the tier is told of; ``slot_bytes`` of four groups by default.
             patience_s: how long to wait for a report before the test fails; no statement about speed.
         """
         self.slot_bytes = slot_bytes
@@ -58,7 +60,8 @@ class TierDriver:
         self._patience_s = patience_s
         self._job_ids = itertools.count(1)
         self._results: dict[int, JobResult] = {}
-        context = TierContext(name, self.memory.data, NAMESPACE, {"model": "a model"}, self._wake)
+        sizes = (slot_bytes,) * 4 if chunk_bytes is None else chunk_bytes
+        context = TierContext(name, self.memory.data, NAMESPACE, {"model": "a model"}, self._wake, sizes)
         self.tier = make_tier(context)
 
     def fill(self, slots: Sequence[int], lengths: Sequence[int] | None = None, seed: int = 0) -> list[bytes]:

@@ -58,7 +58,7 @@ def open_manager(
     region = Region.create(region_size(plan), huge_pages=config.huge_pages, numa=config.numa)
     try:
         throttles = make_throttles(config)
-        tiers = open_tiers(config, region.view, namespace, wake.set)
+        tiers = open_tiers(config, region.view, namespace, wake.set, chunk_bytes)
     except BaseException:
         region.close()
         raise
@@ -98,7 +98,13 @@ def make_throttles(config: CacheConfig) -> list[Throttle | None]:
     return throttles
 
 
-def open_tiers(config: CacheConfig, view: memoryview, namespace: Namespace, wake: Callable[[], None]) -> Sequence[Tier]:
+def open_tiers(
+    config: CacheConfig,
+    view: memoryview,
+    namespace: Namespace,
+    wake: Callable[[], None],
+    chunk_bytes: Sequence[int],
+) -> Sequence[Tier]:
     """The configured tiers, in order; none is left open if one cannot be opened."""
     opened: list[Tier] = []
     taken: set[str] = set()
@@ -107,7 +113,7 @@ def open_tiers(config: CacheConfig, view: memoryview, namespace: Namespace, wake
             path = f"secondary_tiers[{number}]"
             tier_class, tier_config = parse_tier(raw, path)
             name = _unique(tier_config.name or tier_config.type, taken)
-            context = TierContext(name, view, namespace.digest, namespace.describe(), wake)
+            context = TierContext(name, view, namespace.digest, namespace.describe(), wake, tuple(chunk_bytes))
             try:
                 opened.append(tier_class(tier_config, context))
             except ConfigError as error:

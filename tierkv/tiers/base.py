@@ -40,6 +40,7 @@ class TierContext:
     wake: to be called, from any thread, when a job has finished, so that it is collected at once;
     without it, jobs are collected by polling. It does not raise. Call it without holding a lock, and
     never from ``submit_*``, whose caller may hold the lock that it takes.
+    chunk_bytes: for each group, the bytes of its chunks; for tiers that cut space up beforehand.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TierContext:
     namespace: bytes
     description: dict[str, Any]
     wake: Callable[[], None] = lambda: None
+    chunk_bytes: tuple[int, ...] = ()
 
 
 class Tier(abc.ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -13,8 +13,10 @@ from tierkv.types import Locality
 class FsTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """root_dir: where records lie; made if missing. Processes and hosts that share it share chunks.
 
+    layout: ``files``, a file per chunk; or ``segments``, many chunks in a few large files, for a disk of this host's own
+        and one process at a time.
     capacity_bytes: of everything below the root, whichever process has written it; what was not used for the longest
-        time goes first. None: no bound.
+        time goes first. None: no bound. For ``segments`` it must be given, and is taken at the start.
     min_free_bytes: leave at least so much of the file system free.
     generation_ttl_s: a generation of which nothing was used for so long goes before everything else.
     n_read_threads, n_write_threads: how many chunks are read, and written, at the same time.
@@ -26,6 +28,7 @@ class FsTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=
     """
 
     root_dir: Annotated[str, Meta(min_length=1)]
+    layout: Literal["files", "segments"] = "files"
     capacity_bytes: Positive | None = None
     min_free_bytes: NonNegative = 0
     generation_ttl_s: Seconds = 86_400.0

@@ -7,6 +7,7 @@
       .ledger/                                          how much there is: see ``ledger``
       <namespace>/namespace.json                        the namespace's fields, for people
       <namespace>/<generation>/<2>/<hash>-<group>.tkv   one record
+      segments/                                         all records of the layout ``segments``: see ``geometry``
 
 Namespace, generation and block hash are in full, in hex; ``<2>`` is the first byte of the hash, so that no directory
 grows large, and a few hundred are made, not one for each record. Temporary files have directories of their own: what a
@@ -43,6 +44,7 @@ class Root:
         self.path = os.path.abspath(path)
         self.temporary = os.path.join(self.path, ".tmp")
         self.ledger = os.path.join(self.path, ".ledger")
+        self.segments = os.path.join(self.path, "segments")
 
     def of_namespace(self, namespace: bytes) -> str:
         return f"{self.path}/{namespace.hex()}"

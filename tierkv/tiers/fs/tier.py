@@ -14,6 +14,7 @@ from tierkv.tiers.fs.config import FsTierConfig
 from tierkv.tiers.fs.files import FilesLayout
 from tierkv.tiers.fs.layouts import Layout
 from tierkv.tiers.fs.root import Root
+from tierkv.tiers.fs.segments import SegmentsLayout
 from tierkv.tiers.io import IoPool
 from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Medium, RequestContext, StoreJob
 
@@ -37,13 +38,13 @@ class FsTier(Tier):
             logger.info("tier %s: enable_kv_events is accepted and has no effect", context.name)
         root = Root(config.root_dir)
         root.prepare(context.namespace, context.description)
-        # No thread may be left behind by a constructor that raises.
-        self._pool = IoPool(context.name, config.n_read_threads, config.n_write_threads, context.wake)
+        layout = _make_layout(root, config, context)
         try:
-            self._layout: Layout = FilesLayout(root, config, context)
-        except BaseException:
-            self._pool.close()
+            self._pool = IoPool(context.name, config.n_read_threads, config.n_write_threads, context.wake)
+        except BaseException:  # nothing may be left behind
+            layout.close()
             raise
+        self._layout = layout
 
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         return bool(self._layout.has(make_chunks(name.space, name.group, [name.block_hash]))[0])
@@ -67,3 +68,7 @@ class FsTier(Tier):
 
     def __repr__(self) -> str:
         return f"FsTier({self.context.name!r}, {self._layout!r}, {self._pool!r})"
+
+
+def _make_layout(root: Root, config: FsTierConfig, context: TierContext) -> Layout:
+    return (FilesLayout if config.layout == "files" else SegmentsLayout)(root, config, context)

@@ -1,0 +1,190 @@
+"""After a restart: read the tables of headers slab by slab, and put what is of this namespace into the index.
+
+The thread holds the GIL for a fraction of a millisecond at a time and then sleeps, which is how others get it: one that
+only waits for the GIL is given it after five milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.host.cache import HostCache
+from tierkv.keys import make_keys
+from tierkv.tiers import record
+from tierkv.tiers.base import TierContext
+from tierkv.tiers.fs.geometry import PAGE, Geometry
+from tierkv.tiers.fs.segmentfile import SegmentFiles
+from tierkv.tiers.headers import HEADER, Headers, intact, raw_bytes
+from tierkv.types import KEY_BYTES, Chunks, Hashes, Offsets, Space
+
+logger = logging.getLogger(__name__)
+
+#: Headers that are looked at in one go.
+_AT_ONCE = 512
+#: How long to sleep after that.
+_PAUSE_S = 200e-6
+
+
+class Found(NamedTuple):
+    """Records in a slab, ascending: number of the slot, generation, group, and the last bytes of the block hash."""
+
+    numbers: Offsets
+    generations: npt.NDArray[np.uint64]
+    groups: npt.NDArray[np.int32]
+    tails: Hashes
+
+    def take(self, which: Offsets) -> Found:
+        return Found(self.numbers[which], self.generations[which], self.groups[which], self.tails[which])
+
+
+class Restore:
+    """The thread ``tierkv-<tier>-restore-0``, which makes slabs usable: empty ones first, then the oldest ones.
+
+    Records of other namespaces and what is damaged are not erased: their slots are free. Slabs without a record of this
+    namespace are used last.
+
+    Thread safety: any method may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        geometry: Geometry,
+        files: SegmentFiles,
+        lock: threading.Lock,
+        cache: HostCache,
+        formatted: Offsets,
+    ) -> None:
+        """
+        Args:
+            lock: to be held around calls of ``cache``.
+            formatted: receives the size class that each slab is cut up for.
+        """
+        self._namespace = context.namespace
+        self._name = context.name
+        self._geometry = geometry
+        self._files = files
+        self._lock = lock
+        self._cache = cache
+        self._formatted = formatted
+        self._closing = False
+        #: Set when the first slab can be used, or none ever will be; and when this is done.
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-restore-0", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop and wait for the thread, which has been started."""
+        self._closing = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        began, count = time.monotonic(), 0
+        try:
+            for slab, size_class in self._survey():
+                if self._closing:
+                    return
+                count += self._restore(slab, size_class)
+            if count:
+                logger.info("tier %s: %d chunks restored in %.1f s", self._name, count, time.monotonic() - began)
+        except Exception:
+            logger.exception("tier %s: restoring ended early; the slabs that are left are not used", self._name)
+        finally:
+            self.begun.set()
+            self.ended.set()
+
+    def _survey(self) -> list[tuple[int, int]]:
+        """Make slabs usable in which nothing can be of ours; the others and their size class, the oldest first."""
+        written = self._files.maybe_written()
+        self._add(np.flatnonzero(~written))
+        ours, others = [], []
+        raw = memoryview(bytearray(PAGE))
+        for slab in np.flatnonzero(written).tolist():
+            if self._closing:
+                break
+            self._files.read(slab, 0, raw)
+            header = self._geometry.decode_slab_header(slab, bytes(raw))
+            size_class = -1 if header is None else self._geometry.size_class(header)
+            if header is None or size_class < 0:
+                others.append(slab)
+            else:
+                ours.append((header.written_at, slab, size_class))
+        self._add(np.array(others, np.int64))
+        return [(slab, size_class) for _, slab, size_class in sorted(ours)]
+
+    def _add(self, slabs: Offsets) -> None:
+        if len(slabs):
+            with self._lock:
+                self._cache.add_slabs(slabs)
+            self.begun.set()
+
+    def _restore(self, slab: int, size_class: int) -> int:
+        """Make ``slab`` usable; how many chunks were found in it."""
+        try:
+            found = self._read(slab, size_class)
+        except OSError as error:
+            logger.warning("tier %s: slab %d cannot be read, and is not used: %s", self._name, slab, error)
+            return 0
+        self._formatted[slab] = size_class
+        if not len(found.numbers):
+            self._add(np.array([slab], np.int64))
+            return 0
+        slots, count = found.numbers + slab * self._geometry.plan.slots_per_slab, 0
+        with self._lock:
+            self._cache.add_slabs(np.array([slab], np.int64), size_class)
+            for which, space in _spaces(found, self._namespace):
+                restored = self._cache.restore(_chunks(found.take(which), space), slots[which])
+                count += int(np.count_nonzero(restored))
+        self.begun.set()
+        time.sleep(_PAUSE_S)
+        return count
+
+    def _read(self, slab: int, size_class: int) -> Found:
+        """The records of this namespace in ``slab``."""
+        slots, parts = self._geometry.slots_in(size_class), []
+        headers = np.zeros(_AT_ONCE, HEADER)
+        for first in range(0, slots, _AT_ONCE):
+            part = headers[: min(_AT_ONCE, slots - first)]
+            self._files.read(slab, PAGE + first * record.HEADER_BYTES, raw_bytes(part))
+            parts.append(self._ours(part, size_class, first))
+            time.sleep(_PAUSE_S)
+        return Found(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _ours(self, headers: Headers, size_class: int, first: int) -> Found:
+        """The records of this namespace that ``headers``, from slot ``first`` of a slab on, say are there."""
+        geometry = self._geometry
+        groups = np.flatnonzero(np.array(geometry.class_of_group) == size_class)
+        good = intact(headers, self._namespace) & (headers["hash_bytes"] >= KEY_BYTES)
+        good &= np.isin(headers["group"], groups) & (headers["length"] <= geometry.place_bytes[size_class])
+        where = np.flatnonzero(good)
+        ours = headers[where]
+        tails = np.zeros((len(ours), KEY_BYTES), np.uint8)
+        for size in np.unique(ours["hash_bytes"]).tolist():
+            of_size = ours["hash_bytes"] == size
+            tails[of_size] = ours["hash"][of_size, size - KEY_BYTES : size]
+        return Found(where + first, ours["generation"].copy(), ours["group"].astype(np.int32), tails)
+
+
+def _spaces(found: Found, namespace: bytes) -> Iterator[tuple[Offsets, Space]]:
+    """The numbers of the records of each space and group, ascending, and the space."""
+    left: Offsets = np.arange(len(found.numbers))
+    while len(left):
+        same = (found.generations[left] == found.generations[left[0]]).all(axis=1)
+        same &= found.groups[left] == found.groups[left[0]]
+        yield left[same], Space(namespace, found.generations[left[0]].astype("<u8").tobytes())
+        left = left[~same]
+
+
+def _chunks(found: Found, space: Space) -> Chunks:
+    """The chunks of one space and group; of their hashes, only what the index needs."""
+    group = int(found.groups[0])
+    return Chunks(space, make_keys(space, group, found.tails), found.groups, found.tails)

@@ -1,0 +1,299 @@
+"""The layout ``segments``: many chunks in a few large preallocated files, for a disk of one's own and one owner.
+
+``geometry`` is the format. Which chunk is where is known in memory, by a ``HostCache`` whose region is the disk: it
+gives out slots, keeps the order of use and evicts. After a restart a thread reads the tables of headers and puts what
+is of this namespace into the index again, the slabs written last being the most recently used ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierkv.errors import ConfigError, RecordError
+from tierkv.host.cache import READY, HostCache, warm_up
+from tierkv.host.policies.lru import LRUPolicy
+from tierkv.tiers import headers as header_tools
+from tierkv.tiers import record
+from tierkv.tiers.base import TierContext
+from tierkv.tiers.fs.config import FsTierConfig
+from tierkv.tiers.fs.geometry import Where, make_geometry
+from tierkv.tiers.fs.restore import Restore
+from tierkv.tiers.fs.root import Root
+from tierkv.tiers.fs.segmentfile import SegmentFiles
+from tierkv.tiers.headers import Headers
+from tierkv.tiers.io import ABSENT, Outcome
+from tierkv.types import KEY_BYTES, Chunks, Flags, LoadJob, Offsets, StoreJob
+
+#: The reason of chunks for which there is no room: all is in use at this moment, or not restored yet.
+CAPACITY = "capacity"
+
+#: Little is restored before the engine is ready: it is waited for this long.
+START_S = 0.25
+
+#: Slots that are touched in one go, which holds the GIL.
+_TOUCHED_AT_ONCE = 1024
+
+
+class SegmentsLayout:
+    """See ``Layout``.
+
+    Thread safety: as every layout. One lock is around every call of the host cache, and never held during I/O. What is
+    read is pinned, and what is written is reserved, so that nothing else happens to its slot meanwhile.
+    """
+
+    def __init__(self, root: Root, config: FsTierConfig, context: TierContext) -> None:
+        """Take possession of ``root.segments`` and begin to restore what is there.
+
+        Raises:
+            ConfigError: ``root_dir`` or ``capacity_bytes`` cannot be used.
+        """
+        capacity_bytes = _check(config, context)
+        warm_up(LRUPolicy)
+        self._view = context.view
+        self._fsync = config.fsync
+        self._geometry = make_geometry(capacity_bytes, context.chunk_bytes)
+        self._class_of_group: Offsets = np.array(self._geometry.class_of_group, np.int64)
+        self._room: Offsets = np.array(self._geometry.place_bytes, np.int64)[self._class_of_group]
+        self._files = SegmentFiles(root.segments, self._geometry, context.view, direct=config.direct_reads)
+        self._lock = threading.Lock()
+        self._cache = HostCache(self._geometry.plan, self._geometry.slot_bytes_of_group, LRUPolicy)
+        self._uses = _Uses()
+        self._formatting = threading.Lock()
+        #: The size class that each slab is cut up for on disk, or -1.
+        self._formatted: Offsets = np.full(self._geometry.num_slabs, -1, np.int64)
+        self._restore = Restore(context, self._geometry, self._files, self._lock, self._cache, self._formatted)
+        try:
+            self._restore.start()
+        except BaseException:
+            self._files.close()
+            raise
+        self._restore.ended.wait(START_S)
+
+    def has(self, chunks: Chunks) -> Flags:
+        with self._lock:
+            found: Flags = self._cache.states(chunks.keys) == READY
+        return found
+
+    def store(self, job: StoreJob, part: range) -> Sequence[Outcome]:
+        slots: Offsets = np.full(len(part), -1, np.int64)
+        try:
+            return self._store(job, part, slots)
+        finally:
+            self._use(("store", job.job_id), len(job.chunks), part, slots)
+
+    def load(self, job: LoadJob, part: range) -> Sequence[Outcome]:
+        rows = slice(part.start, part.stop)
+        chunks, offsets, lengths = job.chunks.slice(part.start, part.stop), job.offsets[rows], job.lengths[rows]
+        with self._lock:
+            slots, states = self._cache.locate(chunks.keys)
+            slots[states != READY] = -1
+            pinned = slots[slots >= 0]
+            self._cache.pin(pinned)
+        outcomes: list[Outcome] = [RecordError(ABSENT)] * len(part)
+        try:
+            here = _sorted(slots)
+            batch = self._batch(slots[here], chunks.take(here), offsets[here], lengths[here])
+            for i, outcome in zip(here.tolist(), self._read(batch), strict=True):
+                outcomes[i] = outcome
+        finally:
+            with self._lock:
+                self._cache.unpin(pinned)
+            self._use(("load", job.job_id), len(job.chunks), part, slots)
+        return outcomes
+
+    def close(self) -> None:
+        self._restore.close()
+        self._files.close()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"SegmentsLayout({self._files!r}, restored={self._restore.ended.is_set()}, {self._cache!r})"
+
+    # ── storing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _store(self, job: StoreJob, part: range, found: Offsets) -> Sequence[Outcome]:
+        """As ``store``. ``found`` receives the slot of each chunk that is there afterwards."""
+        chunks, lengths = job.chunks.slice(part.start, part.stop), job.lengths[part.start : part.stop]
+        outcomes: list[Outcome] = [None] * len(part)
+        fitting = self._fitting(chunks, lengths)
+        for i in set(range(len(part))).difference(fitting.tolist()):
+            outcomes[i] = RecordError("length", f"{lengths[i]} bytes, more than any chunk of its group has")
+        chunks, lengths, numbers = chunks.take(fitting), lengths[fitting], fitting + part.start
+        headers = header_tools.encode(chunks, lengths, job.checksums[numbers])
+        self._restore.begun.wait()
+        with self._lock:
+            reserved = self._cache.reserve(_indexed(chunks)).slots
+            there = self._cache.find(chunks.keys)
+        for i in fitting[there < 0].tolist():
+            outcomes[i] = RecordError(CAPACITY)
+        new = _sorted(reserved)
+        batch = self._batch(reserved[new], chunks.take(new), job.offsets[numbers[new]], lengths[new])
+        try:
+            self._write(batch, headers[new])
+        except BaseException as error:
+            with self._lock:
+                self._cache.abort(batch.slots)
+            there[new] = -1
+            for i in fitting[new].tolist():
+                outcomes[i] = error.with_traceback(None)
+        else:
+            with self._lock:
+                self._cache.commit(batch.slots)
+        found[fitting] = there
+        return outcomes
+
+    def _fitting(self, chunks: Chunks, lengths: Offsets) -> Offsets:
+        """The numbers of those of ``chunks`` that a slot of their group has room for."""
+        known = (chunks.groups >= 0) & (chunks.groups < len(self._room))
+        fitting: Offsets = np.flatnonzero(known & (lengths <= self._room[np.where(known, chunks.groups, 0)]))
+        return fitting
+
+    def _write(self, batch: _Batch, headers: Headers) -> None:
+        """Write records into reserved slots. Whenever it ends, each header on disk is that of what is in its place."""
+        files, where = self._files, batch.where
+        slabs = dict(zip(where.slabs.tolist(), self._class_of_group[batch.chunks.groups].tolist(), strict=True))
+        for slab, size_class in slabs.items():
+            self._format(slab, size_class)
+        runs = files.runs(where, batch.lengths)
+        files.write_headers(where, runs, None)
+        if self._fsync:
+            files.flush(where)
+        files.write_payloads(where, runs, batch.offsets, batch.lengths)
+        if self._fsync:
+            files.flush(where)
+        files.write_headers(where, runs, headers)
+        for slab in slabs:
+            files.note_written(slab)
+
+    def _format(self, slab: int, size_class: int) -> None:
+        """Have ``slab``, of which the caller has reserved a slot, cut up for ``size_class``."""
+        if self._formatted[slab] == size_class:
+            return
+        with self._formatting:
+            if self._formatted[slab] != size_class:
+                self._formatted[slab] = -1
+                self._files.format(slab, size_class, flush=self._fsync)
+                self._formatted[slab] = size_class
+
+    # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, batch: _Batch) -> list[int | BaseException]:
+        """Read and verify what is in pinned slots. What is refused is forgotten, and its header erased."""
+        files = self._files
+        headers, failures = files.read_headers(batch.where, files.runs(batch.where, batch.lengths))
+        outcomes: list[int | BaseException] = [*header_tools.check(headers, batch.chunks, batch.lengths)]
+        for (first, last), failure in failures.items():
+            outcomes[first:last] = [failure] * (last - first)
+        good = np.array([i for i, outcome in enumerate(outcomes) if isinstance(outcome, int)], np.int64)
+        rest = batch.take(good)
+        for first, last in files.runs(rest.where, rest.lengths):
+            run = good[first:last].tolist()
+            checksums = headers["payload_checksum"][run].tolist()
+            for i, outcome in zip(run, self._read_run(rest, first, last, checksums), strict=True):
+                outcomes[i] = outcome
+        refused = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, RecordError)]
+        if refused:
+            self._refuse(batch.take(np.array(refused, np.int64)))
+        return outcomes
+
+    def _read_run(self, batch: _Batch, first: int, last: int, checksums: list[int]) -> list[int | BaseException]:
+        """The payloads ``first`` to ``last`` - 1, which are one run, and whose headers say ``checksums``."""
+        try:
+            self._files.read_payloads(batch.where, (first, last), batch.offsets, batch.lengths)
+        except (OSError, RecordError) as error:
+            return [error.with_traceback(None)] * (last - first)
+        outcomes: list[int | BaseException] = []
+        starts, lengths = batch.offsets[first:last].tolist(), batch.lengths[first:last].tolist()
+        for start, length, checksum in zip(starts, lengths, checksums, strict=True):
+            with self._view[start : start + length] as payload:
+                try:
+                    outcomes.append(record.check_checksum(checksum, payload))
+                except RecordError as error:
+                    outcomes.append(error.with_traceback(None))
+        return outcomes
+
+    def _refuse(self, batch: _Batch) -> None:
+        """Never serve what is in these pinned slots again."""
+        with self._lock:
+            self._cache.forget(batch.slots)
+        with contextlib.suppress(OSError):
+            self._files.write_headers(batch.where, self._files.runs(batch.where, batch.lengths), None)
+
+    # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _batch(self, slots: Offsets, chunks: Chunks, offsets: Offsets, lengths: Offsets) -> _Batch:
+        where = self._geometry.where(slots, self._class_of_group[chunks.groups])
+        return _Batch(slots, chunks, where, offsets, lengths)
+
+    def _use(self, job: tuple[str, int], count: int, part: range, slots: Offsets) -> None:
+        """The chunks in ``slots``, -1 where there is none, are a part of the ``count`` that ``job`` uses."""
+        with self._lock:
+            used = self._uses.add(job, count, part, slots)
+            for first in reversed(range(0, len(used), _TOUCHED_AT_ONCE)):
+                self._cache.touch(used[first : first + _TOUCHED_AT_ONCE])
+
+
+class _Batch(NamedTuple):
+    """Some slots in ascending order, the chunks that are or will be there, and where their payloads are in memory."""
+
+    slots: Offsets
+    chunks: Chunks
+    where: Where
+    offsets: Offsets
+    lengths: Offsets
+
+    def take(self, which: Offsets) -> _Batch:
+        """Those numbered ``which``, ascending."""
+        if len(which) == len(self.slots):
+            return self
+        chunks, where = self.chunks.take(which), self.where.take(which)
+        return _Batch(self.slots[which], chunks, where, self.offsets[which], self.lengths[which])
+
+
+class _Uses:
+    """The slots that jobs use, until all parts of a job are known.
+
+    A job is one access, its head newer than its tail; its parts are done by several threads, in any order.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], tuple[Offsets, int]] = {}
+
+    def add(self, job: tuple[str, int], count: int, part: range, slots: Offsets) -> Offsets:
+        """Note a part; with the last one, the job's slots, distinct, head first."""
+        used, left = self._open.pop(job, (np.full(count, -1, np.int64), count))
+        used[part.start : part.stop] = slots
+        if left > len(part):
+            self._open[job] = used, left - len(part)
+            return used[:0]
+        used = used[used >= 0]
+        firsts = np.unique(used, return_index=True)[1]
+        return used if len(firsts) == len(used) else used[np.sort(firsts)]
+
+
+def _check(config: FsTierConfig, context: TierContext) -> int:
+    """``capacity_bytes``, if the configuration is one for segments."""
+    if not context.chunk_bytes:
+        raise ConfigError("layout", "segments must be told the sizes of chunks, and is not", "files")
+    if config.capacity_bytes is None:
+        raise ConfigError("capacity_bytes", "missing; the layout segments takes its space at the start", "bytes")
+    if config.min_free_bytes:
+        raise ConfigError("min_free_bytes", "the layout segments takes its space at the start", "0")
+    return config.capacity_bytes
+
+
+def _sorted(slots: Offsets) -> Offsets:
+    """The numbers of those that are slots, in the slots' order."""
+    order = np.argsort(slots)
+    numbers: Offsets = order[np.searchsorted(slots, 0, sorter=order) :]
+    return numbers
+
+
+def _indexed(chunks: Chunks) -> Chunks:
+    """``chunks`` without what the index need not keep: the full names are in the headers."""
+    return Chunks(chunks.space, chunks.keys, chunks.groups, chunks.hashes[:, -KEY_BYTES:])
