@@ -27,7 +27,7 @@ CLOSED = "closed"
 #: The reason of chunks that are not there.
 ABSENT = "absent"
 
-#: Chunks that a thread takes at a time, at most; fewer if the other threads would have none.
+#: Chunks that a thread takes at a time, at most, unless more are asked for; fewer if the others would have none.
 MOST_CHUNKS = 32
 #: How long a writer lets reads go first that wait for a reader: a store has a deadline, too.
 YIELD_S = 0.05
@@ -95,15 +95,16 @@ class _Job:
 class _Queue:
     """Parts of jobs that wait for one kind of thread. ``ready`` shares the pool's lock."""
 
-    def __init__(self, lock: threading.Lock, n_threads: int) -> None:
+    def __init__(self, lock: threading.Lock, n_threads: int, most_chunks: int) -> None:
         self.ready = threading.Condition(lock)
         self.items: deque[tuple[_Job, range]] = deque()
         self.n_threads = n_threads
+        self.most_chunks = most_chunks
 
     def put(self, job: _Job) -> None:
         """Split ``job`` among the threads: in parts large enough not to cost much, and small enough for all to help."""
         n = job.left
-        size = max(1, min(MOST_CHUNKS, n // (4 * self.n_threads)))
+        size = max(1, min(self.most_chunks, n // (4 * self.n_threads)))
         self.items.extend((job, range(first, min(first + size, n))) for first in range(0, n, size))
         self.ready.notify(len(self.items))
 
@@ -118,18 +119,26 @@ class IoPool:
     Thread safety: any method may be called by any thread.
     """
 
-    def __init__(self, tier: str, n_readers: int, n_writers: int, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tier: str,
+        n_readers: int,
+        n_writers: int,
+        wake: Callable[[], None] = lambda: None,
+        most_chunks: int = MOST_CHUNKS,
+    ) -> None:
         """Start the threads.
 
         Args:
             tier: the tier's name, for names of threads and the log.
             wake: called at each job's end, by the thread that ended it, without a lock.
+            most_chunks: that a part has, at most. For tasks to which a part costs much, and a small chunk little.
         """
         self._tier = tier
         self._wake = wake
         self._lock = threading.Lock()
-        self._reads = _Queue(self._lock, n_readers)
-        self._writes = _Queue(self._lock, n_writers)
+        self._reads = _Queue(self._lock, n_readers, most_chunks)
+        self._writes = _Queue(self._lock, n_writers, most_chunks)
         self._finished: deque[JobResult] = deque()
         self._failures: Counter[str] = Counter()
         self._closed = False

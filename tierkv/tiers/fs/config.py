@@ -13,7 +13,7 @@ from tierkv.types import Locality
 class FsTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """root_dir: where records lie; made if missing. Processes and hosts that share it share chunks.
 
-    layout: ``files``, a file per chunk; or ``segments``, many chunks in a few large files, for a disk of this host's own
+    layout: ``files``, a file per chunk; or ``segments``, many chunks in a few large files, for a disk of one's own
         and one process at a time.
     capacity_bytes: of everything below the root, whichever process has written it; what was not used for the longest
         time goes first. None: no bound. For ``segments`` it must be given, and is taken at the start.

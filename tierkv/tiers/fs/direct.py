@@ -7,7 +7,6 @@ files the calls that this takes cost more than they save.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -19,24 +18,13 @@ from typing import Final
 import numpy as np
 
 from tierkv.tiers import record
+from tierkv.tiers.fs.pagecache import PageCache
 
 #: What O_DIRECT asks of addresses, offsets and lengths, on most devices; where that does not do, reads are not direct.
 ALIGNMENT: Final = 512
 
 #: Files of fewer bytes are read through the page cache.
 LEAST_BYTES: Final = 128 << 10
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-#: cachestat(2), since Linux 6.5; the same number on every architecture.
-_CACHESTAT = 451
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
 
 
 class Reader:
@@ -53,7 +41,7 @@ class Reader:
         """
         address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
         self.direct = direct and address % ALIGNMENT == 0
-        self._asks_cache = True
+        self._page_cache = PageCache()
         self._local = threading.local()
 
     @property
@@ -71,7 +59,7 @@ class Reader:
         """
         nbytes = sum(map(len, parts))
         large = nbytes >= LEAST_BYTES and nbytes % ALIGNMENT == 0
-        if self.direct and large and not self._is_cached(fd, nbytes):
+        if self.direct and large and not self._page_cache.has(fd, 0, nbytes):
             try:
                 if _read_directly(fd, parts) == nbytes:
                     return nbytes
@@ -80,15 +68,6 @@ class Reader:
                     raise
                 self.direct = False
         return _read_all(fd, parts)
-
-    def _is_cached(self, fd: int, nbytes: int) -> bool:
-        if not self._asks_cache:
-            return False
-        pages = _Pages()
-        if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(_Range(0, nbytes)), ctypes.byref(pages), 0):
-            self._asks_cache = ctypes.get_errno() not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-            return False
-        return bool(pages.cached * mmap.PAGESIZE >= nbytes)
 
 
 def _read_directly(fd: int, parts: Sequence[memoryview]) -> int:

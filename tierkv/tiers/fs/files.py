@@ -23,7 +23,7 @@ from tierkv.tiers.fs.recordfile import FILE_MODE, holds_record, make_directory, 
 from tierkv.tiers.fs.room import Room
 from tierkv.tiers.fs.root import FULL, Root, record_path
 from tierkv.tiers.fs.survey import Survey, word_of
-from tierkv.tiers.io import ABSENT, Outcome, one_by_one
+from tierkv.tiers.io import ABSENT, MOST_CHUNKS, Outcome, one_by_one
 from tierkv.types import Chunks, Flags, LoadJob, Space, StoreJob
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class FilesLayout:
     """
 
     def __init__(self, root: Root, config: FsTierConfig, context: TierContext) -> None:
+        self.most_chunks = MOST_CHUNKS
         self._root = root
         self._view = context.view
         self._fsync = config.fsync

@@ -15,6 +15,9 @@ class Layout(Protocol):
     Thread safety: any method may be called by any thread.
     """
 
+    #: Of a job, so many chunks are given to a thread at a time, at most.
+    most_chunks: int
+
     def has(self, chunks: Chunks) -> Flags:
         """For each of ``chunks``, whether a load would probably succeed.
 

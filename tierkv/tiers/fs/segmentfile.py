@@ -19,6 +19,7 @@ import numpy as np
 from tierkv.errors import ConfigError, RecordError
 from tierkv.tiers import record
 from tierkv.tiers.fs.geometry import NUM_FILES, PAGE, WRITTEN_AT, Geometry, Where, encode_written_at, table_end
+from tierkv.tiers.fs.pagecache import PageCache
 from tierkv.tiers.fs.recordfile import FILE_MODE, make_directory
 from tierkv.tiers.headers import HEADER, Headers, raw_bytes
 from tierkv.types import Flags, Offsets
@@ -31,8 +32,6 @@ _WRITTEN_EVERY_MS = 1000
 
 #: No room for that many bytes, or for files of that size.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-#: What ``RWF_NOWAIT`` says of bytes that are not in the page cache, and where it is not known.
-_NOT_CACHED = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
 
 #: Slots from ``first`` to ``last`` - 1 of some that are sorted: one behind the other on disk.
 Run = tuple[int, int]
@@ -58,6 +57,7 @@ class SegmentFiles:
         self._geometry = geometry
         self._view = view
         self._address = np.frombuffer(view, np.uint8).ctypes.data
+        self._page_cache = PageCache()
         self._written_at = np.zeros(geometry.num_slabs, np.int64)
         self._fds: list[int] = []
         self._direct: list[int] = []
@@ -92,8 +92,9 @@ class SegmentFiles:
         """Cut slots that are sorted into runs."""
         if not len(lengths):
             return []
-        apart = (np.diff(where.headers) != record.HEADER_BYTES) | (np.diff(where.places) != lengths[:-1])
-        apart |= np.diff(where.files) != 0
+        headers, places = where.headers, where.places
+        # Slots of different slabs differ in one of these, too: between two tables there are payloads.
+        apart = (headers[1:] != headers[:-1] + record.HEADER_BYTES) | (places[1:] != places[:-1] + lengths[:-1])
         ends = [*(np.flatnonzero(apart) + 1).tolist(), len(lengths)]
         step = max(1, min(_MOST_PARTS, _MOST_BYTES // max(1, int(lengths.max()))))
         runs, first = [], 0
@@ -140,9 +141,8 @@ class SegmentFiles:
         file, position = int(where.files[first]), int(where.places[first])
         with self._slices(offsets[first:last], lengths[first:last]) as parts:
             wanted = int(lengths[first:last].sum())
-            if _read_cached(self._fds[file], parts, position) == wanted:
-                return
-            if self._is_aligned(position, offsets[first:last], lengths[first:last]):
+            aligned = self._is_aligned(position, offsets[first:last], lengths[first:last])
+            if aligned and not self._page_cache.has(self._fds[file], position, wanted):
                 try:
                     if os.preadv(self._direct[file], parts, position) == wanted:
                         return
@@ -281,16 +281,6 @@ def _unusable(directory: str, error: OSError) -> ConfigError:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _read_cached(fd: int, parts: list[memoryview], position: int) -> int:
-    """Read what is in the page cache, without waiting for the disk; how many bytes that was."""
-    try:
-        return os.preadv(fd, parts, position, os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno not in _NOT_CACHED:
-            raise
-        return 0
 
 
 def _write_all(fd: int, parts: Sequence[memoryview], position: int) -> None:

@@ -26,7 +26,7 @@ from tierkv.tiers.fs.restore import Restore
 from tierkv.tiers.fs.root import Root
 from tierkv.tiers.fs.segmentfile import SegmentFiles
 from tierkv.tiers.headers import Headers
-from tierkv.tiers.io import ABSENT, Outcome
+from tierkv.tiers.io import ABSENT, MOST_CHUNKS, Outcome
 from tierkv.types import KEY_BYTES, Chunks, Flags, LoadJob, Offsets, StoreJob
 
 #: The reason of chunks for which there is no room: all is in use at this moment, or not restored yet.
@@ -54,6 +54,8 @@ class SegmentsLayout:
         """
         capacity_bytes = _check(config, context)
         warm_up(LRUPolicy)
+        # A part costs about as much as ten small chunks.
+        self.most_chunks = max(MOST_CHUNKS, min(128, (2 << 20) // max(context.chunk_bytes)))
         self._view = context.view
         self._fsync = config.fsync
         self._geometry = make_geometry(capacity_bytes, context.chunk_bytes)
@@ -121,9 +123,11 @@ class SegmentsLayout:
         chunks, lengths = job.chunks.slice(part.start, part.stop), job.lengths[part.start : part.stop]
         outcomes: list[Outcome] = [None] * len(part)
         fitting = self._fitting(chunks, lengths)
-        for i in set(range(len(part))).difference(fitting.tolist()):
-            outcomes[i] = RecordError("length", f"{lengths[i]} bytes, more than any chunk of its group has")
-        chunks, lengths, numbers = chunks.take(fitting), lengths[fitting], fitting + part.start
+        if len(fitting) < len(part):
+            for i in set(range(len(part))).difference(fitting.tolist()):
+                outcomes[i] = RecordError("length", f"{lengths[i]} bytes, more than any chunk of its group has")
+            chunks, lengths = chunks.take(fitting), lengths[fitting]
+        numbers = fitting + part.start
         headers = header_tools.encode(chunks, lengths, job.checksums[numbers])
         self._restore.begun.wait()
         with self._lock:
@@ -149,8 +153,10 @@ class SegmentsLayout:
 
     def _fitting(self, chunks: Chunks, lengths: Offsets) -> Offsets:
         """The numbers of those of ``chunks`` that a slot of their group has room for."""
-        known = (chunks.groups >= 0) & (chunks.groups < len(self._room))
-        fitting: Offsets = np.flatnonzero(known & (lengths <= self._room[np.where(known, chunks.groups, 0)]))
+        last = len(self._room) - 1
+        fitting: Offsets = np.flatnonzero(
+            (chunks.groups <= last) & (lengths <= self._room[np.minimum(chunks.groups, last)])
+        )
         return fitting
 
     def _write(self, batch: _Batch, headers: Headers) -> None:

@@ -38,13 +38,14 @@ class FsTier(Tier):
             logger.info("tier %s: enable_kv_events is accepted and has no effect", context.name)
         root = Root(config.root_dir)
         root.prepare(context.namespace, context.description)
-        layout = _make_layout(root, config, context)
+        make_layout = FilesLayout if config.layout == "files" else SegmentsLayout
+        self._layout: Layout = make_layout(root, config, context)
+        threads = (config.n_read_threads, config.n_write_threads)
         try:
-            self._pool = IoPool(context.name, config.n_read_threads, config.n_write_threads, context.wake)
-        except BaseException:  # nothing may be left behind
-            layout.close()
+            self._pool = IoPool(context.name, *threads, context.wake, self._layout.most_chunks)
+        except BaseException:  # nothing may be left behind by a constructor that raises
+            self._layout.close()
             raise
-        self._layout = layout
 
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         return bool(self._layout.has(make_chunks(name.space, name.group, [name.block_hash]))[0])
@@ -68,7 +69,3 @@ class FsTier(Tier):
 
     def __repr__(self) -> str:
         return f"FsTier({self.context.name!r}, {self._layout!r}, {self._pool!r})"
-
-
-def _make_layout(root: Root, config: FsTierConfig, context: TierContext) -> Layout:
-    return (FilesLayout if config.layout == "files" else SegmentsLayout)(root, config, context)
