@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import stat
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import xxhash
 
-from tierkv.testing.tier_contract import TierContract
+from tierkv.errors import ConfigError
+from tierkv.keys import new_generation
+from tierkv.testing.driver import SPACE, TierDriver, some_chunks
+from tierkv.testing.tier_contract import REQUEST, TierContract
 from tierkv.tiers import record
 from tierkv.tiers.base import Tier, TierContext
-from tierkv.tiers.fs import FsTier, FsTierConfig
-from tierkv.types import ChunkName
+from tierkv.tiers.fs import FsTier, FsTierConfig, restore, segmentfile
+from tierkv.tiers.fs.geometry import make_geometry
+from tierkv.types import ChunkName, Chunks, Space
 
 MIB = 1 << 20
 #: The least that a slab can have.
@@ -22,15 +34,8 @@ SLAB = 65 * 4096
 
 
 def maker(root: Path, capacity: int = 4 * MIB, **fields: Any) -> Callable[[TierContext], FsTier]:
-    config = FsTierConfig(
-        type="fs",
-        root_dir=str(root),
-        layout="segments",
-        capacity_bytes=capacity,
-        n_read_threads=2,
-        n_write_threads=2,
-        **fields,
-    )
+    fields = {"n_read_threads": 2, "n_write_threads": 2} | fields
+    config = FsTierConfig(type="fs", root_dir=str(root), layout="segments", capacity_bytes=capacity, **fields)
     return lambda context: FsTier(config, context)
 
 
@@ -97,6 +102,16 @@ def visible(root: Path, slab_bytes: int = SLAB) -> dict[ChunkName, Place]:
     return found
 
 
+def verified(root: Path, slab_bytes: int = SLAB) -> int:
+    """Verify each record that is visible, by the format alone; how many there are."""
+    found = visible(root, slab_bytes)
+    for name, place in found.items():
+        header = read_at(place.path, place.header, 512)
+        length = record.decode_header(header).length
+        record.verify(header + read_at(place.path, place.payload, length), name, length)
+    return len(found)
+
+
 class TestSegmentsContract(TierContract):
     @pytest.fixture(autouse=True)
     def _root(self, tmp_path: Path) -> None:
@@ -128,3 +143,389 @@ class TestSegmentsContract(TierContract):
 class TestSegmentsWithFsyncContract(TestSegmentsContract):
     def make_tier(self, context: TierContext) -> Tier:
         return maker(self.root, fsync=True)(context)
+
+
+# What is on the disk.
+
+
+def wait_restored(driver: TierDriver) -> None:
+    """Until the tier has looked at all that was there when it was opened."""
+    layout = driver.tier._layout
+    assert layout._restore.ended.wait(60)
+
+
+def open_again(
+    root: Path, capacity: int = 4 * MIB, *, driver: dict[str, Any] | None = None, **fields: Any
+) -> TierDriver:
+    """A tier on what is there, restored."""
+    opened = TierDriver(maker(root, capacity, **fields), **(driver or {}))
+    wait_restored(opened)
+    return opened
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "a" / "root"
+
+
+@pytest.fixture
+def driver(root: Path) -> Iterator[TierDriver]:
+    with TierDriver(maker(root)) as driver:
+        yield driver
+
+
+def test_files_and_modes(driver: TierDriver, root: Path) -> None:
+    names = {"lock", *(f"segments-{n}.tkv" for n in range(8))}
+    assert {path.name for path in (root / "segments").iterdir()} == names
+    for path in [root, root / "segments", *(root / "segments").iterdir()]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("capacity", [SLAB, SLAB + 1, 10 * SLAB - 1, 7 * MIB, 100 * MIB + 12345])
+def test_all_files_together_never_have_more_than_the_capacity(root: Path, capacity: int) -> None:
+    def size() -> int:
+        return sum(path.stat().st_size for path in (root / "segments").iterdir())
+
+    with TierDriver(maker(root, capacity), n_slots=32, slot_bytes=16384) as driver:
+        before = size()
+        assert capacity * 0.97 - SLAB < before <= capacity
+        for seed in range(8):
+            driver.fill(range(32), seed=seed)
+            assert driver.store(some_chunks(32, seed), range(32)).ok.any()
+        assert size() == before
+        used = sum(path.stat().st_blocks * 512 for path in (root / "segments").iterdir())
+        assert used <= capacity + 4096, "and the lock's directory entry"
+
+
+@pytest.mark.parametrize("capacity", [16 << 30, 1 << 40])
+@pytest.mark.parametrize("size", [64 << 10, 100_000, 1 << 20, 4 << 20, 5 << 20, 8 << 20])
+def test_of_large_chunks_little_is_overhead(size: int, capacity: int) -> None:
+    geometry = make_geometry(capacity, [size])
+    chunks = geometry.num_slabs * geometry.slots_in(0)
+    assert 0.95 * capacity <= chunks * size <= capacity - chunks * 512
+    assert geometry.num_slabs * geometry.slab_bytes <= capacity
+
+
+@pytest.mark.parametrize("sizes", [(4096,), (16384, 16384), (4096, 70_000), (512, 1536, 100_000)])
+def test_no_two_places_overlap(sizes: tuple[int, ...]) -> None:
+    geometry = make_geometry(20 * MIB, sizes)
+    for size_class, room in enumerate(geometry.place_bytes):
+        taken: list[tuple[int, int, int]] = []
+        slots = geometry.slots_in(size_class)
+        for slab in range(geometry.num_slabs):
+            numbers = np.arange(slots) + slab * geometry.plan.slots_per_slab
+            where = geometry.where(numbers, np.full(slots, size_class))
+            start = slab // 8 * geometry.slab_bytes
+            assert set(where.files.tolist()) == {slab % 8} and set(where.slabs.tolist()) == {slab}
+            taken.append((slab % 8, start, start + 4096))
+            taken += [(slab % 8, at, at + 512) for at in where.headers.tolist()]
+            taken += [(slab % 8, at, at + room) for at in where.places.tolist()]
+            assert max(end for _, _, end in taken) <= start + geometry.slab_bytes
+        taken.sort()
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(taken))
+
+
+def test_places_are_aligned_for_direct_reads(driver: TierDriver, root: Path) -> None:
+    driver.fill(range(4))
+    driver.store(some_chunks(4), range(4))
+    assert all(place.payload % 4096 == 0 and place.header % 512 == 0 for place in visible(root).values())
+
+
+def test_what_is_asked_of_the_configuration(tmp_path: Path) -> None:
+    for fields, message in [
+        ({"capacity_bytes": None}, r"^capacity_bytes: missing; .*accepted: bytes"),
+        ({"capacity_bytes": SLAB - 1}, rf"^capacity_bytes: .*accepted: at least {SLAB}$"),
+        ({"min_free_bytes": 1}, r"^min_free_bytes: .*accepted: 0"),
+        ({"capacity_bytes": 1 << 60}, r"^capacity_bytes: .*more than the index holds; accepted: below \d+$"),
+        ({"capacity_bytes": 1 << 42}, r"^capacity_bytes: .*cannot be had.*accepted: what there is room for; \d+ bytes"),
+    ]:
+        config = FsTierConfig(
+            **{"type": "fs", "root_dir": str(tmp_path), "layout": "segments", "capacity_bytes": MIB} | fields
+        )
+        with pytest.raises(ConfigError, match=message):
+            TierDriver(lambda context, config=config: FsTier(config, context))
+    with pytest.raises(ConfigError, match=r"^layout: "):
+        TierDriver(maker(tmp_path), chunk_bytes=())
+
+
+def test_a_disk_that_is_full_at_start_is_given_back_what_was_taken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TierDriver(maker(root, 20 * SLAB)):
+        pass
+    before = {path: path.stat().st_size for path in (root / "segments").iterdir()}
+    allocate, calls = os.posix_fallocate, itertools.count()
+
+    def failing(fd: int, offset: int, size: int) -> None:
+        allocate(fd, offset, size)
+        if next(calls) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing)
+        with pytest.raises(ConfigError, match=r"^capacity_bytes: ") as caught:
+            TierDriver(maker(root, 40 * SLAB))
+        assert caught.value.field == "capacity_bytes"
+    assert {path: path.stat().st_size for path in (root / "segments").iterdir()} == before
+
+
+def test_there_is_one_owner(driver: TierDriver, root: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^root_dir: .*in use by another process; accepted: a directory of one's own"
+    ):
+        TierDriver(maker(root))
+    driver.close()
+    with TierDriver(maker(root)):
+        pass
+
+
+# After a restart.
+
+
+def test_a_restart_finds_what_was_stored(root: Path) -> None:
+    others = some_chunks(8, 1, space=Space(SPACE.namespace, new_generation("step-1")), group=2)
+    with TierDriver(maker(root)) as driver:
+        payloads = driver.fill(range(48))
+        driver.store(some_chunks(40), range(40))
+        driver.store(others, range(40, 48), [100, 512, 513, 4095, 4096, 1, 2048, 4000])
+    with open_again(root) as driver:
+        assert driver.load(some_chunks(40), range(40)).ok.all()
+        assert driver.load(others.take([1]), [40], [512]).ok.all()
+        assert [driver.payload(slot) for slot in range(40)] == payloads[:40]
+        assert driver.payload(40, 512) == payloads[41][:512]
+        assert not driver.tier.lookup(some_chunks(1, 5).name(0), REQUEST)
+        assert len(visible(root)) == 48
+
+
+def test_more_capacity_keeps_what_is_there_and_less_keeps_a_part(root: Path) -> None:
+    chunks = some_chunks(200)
+    with TierDriver(maker(root, 5 * SLAB), n_slots=200, slot_bytes=4096) as driver:
+        driver.fill(range(200))
+        assert driver.store(chunks, range(200)).ok.all()
+    wide = {"n_slots": 200, "slot_bytes": 4096}
+    with open_again(root, 12 * SLAB, driver=wide) as driver:
+        assert driver.load(chunks, range(200)).ok.all()
+    with open_again(root, 2 * SLAB, driver=wide) as driver:
+        result = driver.load(chunks, range(200))
+        assert 100 <= int(result.ok.sum()) < 200 and set(result.reasons.values()) == {"absent"}
+
+
+def test_a_restart_goes_on_in_the_order_of_writing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slabs written last are the last to be evicted."""
+    clock = itertools.count(1_000_000, 5_000)
+    monkeypatch.setattr(segmentfile, "_now_ms", lambda: next(clock))
+    per_slab, batches = 56, []
+    with TierDriver(maker(root, 3 * SLAB), slot_bytes=4096, n_slots=per_slab) as driver:
+        for seed in (0, 1, 2, 3):  # the fourth in the place of the first
+            driver.fill(range(per_slab), seed=seed)
+            batches.append(some_chunks(per_slab, seed))
+            assert driver.store(batches[-1], range(per_slab)).ok.all()
+    with open_again(root, 3 * SLAB, driver={"n_slots": per_slab}) as driver:
+
+        def there() -> list[bool]:
+            return [driver.tier.lookup(batch.name(0), REQUEST) for batch in batches]
+
+        assert there() == [False, True, True, True]
+        driver.store(some_chunks(per_slab, 9), range(per_slab))
+        assert there() == [False, False, True, True]
+
+
+def test_another_models_records_stay_until_their_place_is_needed(root: Path) -> None:
+    theirs = some_chunks(10, 1, space=Space(bytes(16), SPACE.generation))
+    with TierDriver(maker(root)) as driver:
+        payloads = driver.fill(range(10))
+        driver.store(theirs, range(10))  # a job of a namespace that is not the tier's own
+    before = visible(root)
+    with open_again(root) as driver:
+        assert not driver.tier.lookup(theirs.name(0), REQUEST)
+        driver.fill(range(40), seed=2)
+        assert driver.store(some_chunks(40), range(40)).ok.all()
+        now = visible(root)
+        assert before.items() <= now.items() and len(now) == 50
+    for name, place in before.items():
+        payload = read_at(place.path, place.payload, 4096)
+        record.verify(read_at(place.path, place.header, 512) + payload, name, 4096)
+        assert payload in payloads
+
+
+def test_other_sizes_leave_what_is_there_until_the_slab_is_needed(root: Path) -> None:
+    capacity = 4 * SLAB
+    first, second = some_chunks(50), some_chunks(10, 1)
+    with TierDriver(maker(root, capacity)) as driver:
+        payloads = driver.fill(range(50))
+        driver.store(first, range(50))
+    with open_again(root, capacity, driver={"slot_bytes": 16384, "n_slots": 16}) as driver:
+        assert not driver.tier.lookup(first.name(0), REQUEST)
+        driver.fill(range(10), seed=1)
+        assert driver.store(second, range(10)).ok.all()
+    with open_again(root, capacity) as driver:
+        assert driver.load(first, range(50)).ok.all()
+        assert [driver.payload(slot) for slot in range(50)] == payloads
+        assert not driver.tier.lookup(second.name(0), REQUEST)
+    with open_again(root, capacity, driver={"slot_bytes": 16384, "n_slots": 50}) as driver:
+        assert driver.load(second, range(10)).ok.all()
+        driver.fill(range(50), seed=1)
+        assert driver.store(some_chunks(50, 2), range(50)).ok.all()  # needs all slabs
+        assert verified(root) == 60 - (60 - len(visible(root)))
+    with open_again(root, capacity) as driver:
+        assert not any(driver.tier.lookup_batch(first, REQUEST))
+
+
+@pytest.mark.parametrize("what", ["header", "namespace", "length", "group", "short hash"])
+def test_what_cannot_be_ours_is_not_restored(root: Path, what: str) -> None:
+    chunks = some_chunks(3)
+    with TierDriver(maker(root)) as driver:
+        driver.fill(range(3))
+        driver.store(chunks, range(3))
+    name = chunks.name(1)
+    place = visible(root)[name]
+    raw = read_at(place.path, place.header, 512)
+    if what == "header":
+        raw = raw[:60] + b"?" + raw[61:]
+    else:
+        other = {
+            "namespace": (ChunkName(Space(bytes(16), SPACE.generation), 0, name.block_hash), 4096),
+            "length": (name, 4097),
+            "group": (name._replace(group=4), 4096),
+            "short hash": (name._replace(block_hash=name.block_hash[:15]), 4096),
+        }[what]
+        raw = record.encode_header(*other, 0)
+    write_at(place.path, place.header, raw)
+    with open_again(root) as driver:
+        assert list(driver.tier.lookup_batch(chunks, REQUEST)) == [True, False, True]
+        assert driver.store(chunks, range(3)).ok.all() and driver.load(chunks, [5, 6, 7]).ok.all()
+
+
+def test_a_record_that_is_there_twice_is_restored_once(root: Path) -> None:
+    chunks = some_chunks(2)
+    with TierDriver(maker(root)) as driver:
+        payloads = driver.fill(range(2))
+        driver.store(chunks, range(2))
+    one, other = (visible(root)[chunks.name(i)] for i in range(2))
+    for at in ("header", "payload"):
+        size = {"header": 512, "payload": 4096}[at]
+        write_at(other.path, getattr(other, at), read_at(one.path, getattr(one, at), size))
+    with open_again(root) as driver:
+        assert list(driver.tier.lookup_batch(chunks, REQUEST)) == [True, False]
+        assert driver.load(chunks.take([0]), [5]).ok.all() and driver.payload(5) == payloads[0]
+        assert "1 ready" in repr(driver.tier)
+
+
+def test_a_torn_payload_is_found_out_by_the_load(root: Path) -> None:
+    chunks = some_chunks(3)
+    with TierDriver(maker(root)) as driver:
+        payloads = driver.fill(range(3))
+        driver.store(chunks, range(3))
+    places = visible(root)
+    write_at(places[chunks.name(0)].path, places[chunks.name(0)].header, bytes(512))
+    write_at(places[chunks.name(1)].path, places[chunks.name(1)].payload + 2048, bytes(2048))
+    with open_again(root) as driver:
+        assert list(driver.tier.lookup_batch(chunks, REQUEST)) == [False, True, True]
+        assert driver.load(chunks, [4, 5, 6]).reasons == {0: "absent", 1: "checksum"}
+        assert driver.payload(6) == payloads[2]
+        assert list(driver.tier.lookup_batch(chunks, REQUEST)) == [False, False, True]
+        assert set(visible(root)) == {chunks.name(2)}, "what is refused is erased"
+
+
+@pytest.mark.parametrize("position", [0, 9, 20, 27, 33, 41, 50], ids=str)
+def test_a_slab_whose_header_is_damaged_is_empty(root: Path, position: int) -> None:
+    with TierDriver(maker(root, SLAB)) as driver:
+        driver.fill([0])
+        driver.store(some_chunks(1), [0])
+    path = root / "segments" / "segments-0.tkv"
+    write_at(path, position, bytes([read_at(path, position, 1)[0] ^ 1]))
+    with open_again(root, SLAB) as driver:
+        assert not driver.tier.lookup(some_chunks(1).name(0), REQUEST)
+        assert driver.store(some_chunks(1, 1), [0]).ok.all()
+    assert set(visible(root)) == {some_chunks(1, 1).name(0)}, "and cut up anew"
+
+
+def test_closing_does_not_wait_for_all_to_be_restored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TierDriver(maker(root, 12 * SLAB), n_slots=256) as driver:
+        driver.fill(range(256))
+        for seed in range(2):
+            driver.store(some_chunks(256, seed), range(256))
+    monkeypatch.setattr(restore, "_PAUSE_S", 0.3)
+    with TierDriver(maker(root, 12 * SLAB)) as driver:
+        assert "restored=False" in repr(driver.tier)
+        start = time.monotonic()
+    assert time.monotonic() - start < 2
+
+
+# Room.
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(root: Path) -> None:
+    """A job is one access, whose tail goes before its head, whatever the order in which its parts were done."""
+    n = 56  # of one slab
+    with TierDriver(maker(root, SLAB, n_write_threads=1), n_slots=n) as driver:
+        driver.fill(range(n))
+        first, second = some_chunks(28, 1), some_chunks(28, 2)
+        driver.store(first, range(28))
+        driver.store(second, range(28))
+        driver.load(first.slice(0, 10), range(10))
+
+        def there(chunks: Chunks) -> list[int]:
+            return np.flatnonzero(driver.tier.lookup_batch(chunks, REQUEST)).tolist()
+
+        driver.store(some_chunks(8, 3), range(8))
+        assert there(first) == list(range(20)) and there(second) == list(range(28))
+        driver.store(some_chunks(20, 4), range(20))
+        assert there(first) == list(range(10)) and there(second) == list(range(18))
+        driver.store(second.slice(0, 1), [0])  # what is there already is used, too
+        driver.store(some_chunks(27, 5), range(27))
+        assert there(first) == [] and there(second) == [0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_chunks_that_are_being_read_are_not_evicted(root: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    go, reading = threading.Event(), threading.Semaphore(0)
+    preadv = os.preadv
+
+    def slow(fd: int, parts: Any, position: int) -> int:
+        if threading.current_thread().name.startswith("tierkv-tested-read") and not go.is_set():
+            reading.release()
+            assert go.wait(30)
+        return preadv(fd, parts, position)
+
+    with TierDriver(maker(root, SLAB, n_read_threads=3), slot_bytes=65536, n_slots=8) as driver:
+        payloads = driver.fill(range(3))
+        driver.store(some_chunks(3), range(3))  # all that there is room for
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", slow)
+            job = driver.submit(driver.load_job(some_chunks(count), range(5, 5 + count)))
+            assert all(reading.acquire(timeout=30) for _ in range(count))
+            reasons = [driver.store(some_chunks(1, seed), [0]).reasons for seed in range(1, 7)]
+            assert reasons == [{} if count == 1 else {0: "capacity"}] * 6
+            go.set()
+            assert driver.wait([job])[0].ok.all()
+        assert [driver.payload(5 + i) for i in range(count)] == payloads[:count]
+        assert driver.store(some_chunks(1, 9), [0]).ok.all()
+
+
+def test_sizes_share_the_disk(root: Path) -> None:
+    sizes = (4096, 16384)
+    with TierDriver(maker(root, 8 * SLAB), n_slots=40, slot_bytes=16384, chunk_bytes=sizes) as driver:
+        for seed in range(6):
+            driver.fill(range(40), seed=seed)
+            small = driver.store(some_chunks(40, seed), range(40), [4096] * 40)
+            large = driver.store(some_chunks(40, seed, group=1), range(40))
+            assert small.ok.all() and large.ok.all(), seed
+        assert driver.load(some_chunks(40, 5, group=1), range(40)).ok.all()
+        assert driver.load(some_chunks(40, 5), range(40), [4096] * 40).ok.all()
+    assert verified(root) >= 80
+    with open_again(root, 8 * SLAB, driver={"slot_bytes": 16384, "chunk_bytes": sizes}) as driver:
+        assert driver.load(some_chunks(40, 5, group=1), range(40)).ok.all()
+        assert driver.load(some_chunks(40, 5), range(40), [4096] * 40).ok.all()
+
+
+def test_what_no_slot_has_room_for_is_not_stored(driver: TierDriver) -> None:
+    chunks = Chunks.concat([some_chunks(1), some_chunks(1, 1, group=9), some_chunks(1, 2)])
+    driver.fill(range(3))
+    result = driver.store(chunks, [0, 1, 2], [4097, 4096, 4096])
+    assert result.reasons == {0: "length", 1: "length"}
+    assert driver.load(chunks, [5, 6, 7]).ok.tolist() == [False, False, True]
+
+
+def test_a_hash_that_no_header_holds_is_not_stored(driver: TierDriver) -> None:
+    chunks = some_chunks(1)
+    long = type(chunks)(chunks.space, chunks.keys, chunks.groups, np.zeros((1, 65), np.uint8))
+    assert driver.store(long, [0]).reasons == {0: "hash"}

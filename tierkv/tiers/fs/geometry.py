@@ -66,6 +66,8 @@ _SLABS, _FEWEST_SLABS = 128, 32
 _LARGEST_SLAB = _SMALLEST_SLAB << 8
 #: … nor do they have more slots, since a slab is restored in one step.
 _MOST_SLOTS = 4096
+#: So many are more than the index holds.
+_MOST_CHUNKS = 2**31
 #: The share of a slab that no slot fits into which is too much if a larger one can be had.
 _WASTE = 1 / 32
 #: A slab's own header, and what its table of headers may be rounded up by.
@@ -195,6 +197,9 @@ def make_geometry(capacity_bytes: int, chunk_bytes: Sequence[int]) -> Geometry:
             f"{capacity_bytes} bytes are less than one slab of {slab} for each size of chunk",
             f"at least {len(places) * slab}",
         )
+    if capacity_bytes // _with_header(places[0]) >= _MOST_CHUNKS:
+        bound = _MOST_CHUNKS * _with_header(places[0])
+        raise ConfigError("capacity_bytes", f"{capacity_bytes} bytes are more than the index holds", f"below {bound}")
     most = min(_LARGEST_SLAB, capacity_bytes // _SLABS, _MOST_SLOTS * _with_header(places[0]))
     while 2 * slab <= most:
         slab *= 2

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.errors import RecordError
 from tierkv.host.cache import HostCache
 from tierkv.keys import make_keys
 from tierkv.tiers import record
@@ -131,7 +132,7 @@ class Restore:
         """Make ``slab`` usable; how many chunks were found in it."""
         try:
             found = self._read(slab, size_class)
-        except OSError as error:
+        except (OSError, RecordError) as error:
             logger.warning("tier %s: slab %d cannot be read, and is not used: %s", self._name, slab, error)
             return 0
         self._formatted[slab] = size_class

@@ -58,11 +58,11 @@ class SegmentFiles:
         self._view = view
         self._address = np.frombuffer(view, np.uint8).ctypes.data
         self._page_cache = PageCache()
+        #: What memory, lengths and offsets must be multiples of for direct I/O.
+        self.alignment = 0
         self._written_at = np.zeros(geometry.num_slabs, np.int64)
         self._fds: list[int] = []
         self._direct: list[int] = []
-        #: What memory, lengths and offsets must be multiples of for direct I/O.
-        self.alignment = 0
         try:
             make_directory(directory)
             self._lock = [_lock(directory)]
@@ -92,9 +92,9 @@ class SegmentFiles:
         """Cut slots that are sorted into runs."""
         if not len(lengths):
             return []
-        headers, places = where.headers, where.places
-        # Slots of different slabs differ in one of these, too: between two tables there are payloads.
+        slabs, headers, places = where.slabs, where.headers, where.places
         apart = (headers[1:] != headers[:-1] + record.HEADER_BYTES) | (places[1:] != places[:-1] + lengths[:-1])
+        apart |= slabs[1:] != slabs[:-1]
         ends = [*(np.flatnonzero(apart) + 1).tolist(), len(lengths)]
         step = max(1, min(_MOST_PARTS, _MOST_BYTES // max(1, int(lengths.max()))))
         runs, first = [], 0
@@ -199,30 +199,35 @@ class SegmentFiles:
         _read_all(self._fds[file], [into], start + at)
 
     def _open(self, directory: str) -> None:
-        before: list[tuple[int, int]] = []  # descriptors and sizes, to give back what was taken in vain
+        before: list[int] = []
+        sizes = [self._geometry.file_bytes(file) for file in range(NUM_FILES)]
         try:
-            for file in range(NUM_FILES):
-                path, size = os.path.join(directory, f"segments-{file}.tkv"), self._geometry.file_bytes(file)
+            for file, size in enumerate(sizes):
+                path = os.path.join(directory, f"segments-{file}.tkv")
                 self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-                present = os.fstat(self._fds[-1]).st_size
-                if size < present:
-                    os.ftruncate(self._fds[-1], size)
-                before.append((self._fds[-1], min(size, present)))
-            for fd, _ in before:
-                if size := self._geometry.file_bytes(self._fds.index(fd)):
+                before.append(min(size, os.fstat(self._fds[file]).st_size))
+                os.ftruncate(self._fds[file], before[file])
+            self._see_that_there_is_room(sizes)
+            for fd, size in zip(self._fds, sizes, strict=True):
+                if size:
                     os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            for fd, size in before:
+            for fd, size in zip(self._fds, before, strict=False):  # give back what was taken in vain
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, size)
             if error.errno not in _NO_ROOM:
                 raise
-            free = os.statvfs(directory)
             raise ConfigError(
                 "capacity_bytes",
-                f"{sum(map(self._geometry.file_bytes, range(NUM_FILES)))} bytes cannot be had ({error.strerror})",
-                f"what there is room for; {free.f_bavail * free.f_frsize} bytes are free now",
+                f"{sum(sizes)} bytes cannot be had ({error.strerror})",
+                f"what there is room for; {_free_bytes(self._fds[0])} bytes are free now",
             ) from error
+
+    def _see_that_there_is_room(self, sizes: Sequence[int]) -> None:
+        """Rather than find out by taking all there is, which others would feel."""
+        missing = sum(sizes) - sum(os.fstat(fd).st_blocks * 512 for fd in self._fds)
+        if missing > _free_bytes(self._fds[0]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open_direct(self, directory: str) -> None:
         """Open the files for direct I/O, and see what that wants; without it, ``alignment`` stays 0."""
@@ -277,6 +282,11 @@ def _lock(directory: str) -> int:
 
 def _unusable(directory: str, error: OSError) -> ConfigError:
     return ConfigError("root_dir", f"{directory!r} cannot be used ({error.strerror})", "a directory on a local disk")
+
+
+def _free_bytes(fd: int) -> int:
+    status = os.fstatvfs(fd)
+    return status.f_bavail * status.f_frsize
 
 
 def _now_ms() -> int:
