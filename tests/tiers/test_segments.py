@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
+import random
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tierkv.errors import ConfigError
 from tierkv.keys import new_generation
@@ -27,6 +33,9 @@ from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.fs import FsTier, FsTierConfig, restore, segmentfile
 from tierkv.tiers.fs.geometry import make_geometry
 from tierkv.types import ChunkName, Chunks, Space
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("churn_segments.py")
 
 MIB = 1 << 20
 #: The least that a slab can have.
@@ -529,3 +538,209 @@ def test_a_hash_that_no_header_holds_is_not_stored(driver: TierDriver) -> None:
     chunks = some_chunks(1)
     long = type(chunks)(chunks.space, chunks.keys, chunks.groups, np.zeros((1, 65), np.uint8))
     assert driver.store(long, [0]).reasons == {0: "hash"}
+
+
+# Whatever happens.
+
+
+def start_churning(root: Path, capacity: int, seed: int) -> subprocess.Popen[str]:
+    """``churn_segments.py``, up to its ``ready``."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(root), str(capacity), str(seed)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_every_record_that_is_visible_after_a_kill_is_whole(root: Path) -> None:
+    capacity, rng = 6 * SLAB, random.Random(0)
+    for round_ in range(5):
+        with start_churning(root, capacity, round_) as process:
+            if not round_:
+                with pytest.raises(ConfigError, match=r"^root_dir: .*in use by another process"):
+                    TierDriver(maker(root, capacity))
+            time.sleep(rng.uniform(0, 0.4))
+            process.kill()
+        assert verified(root) > 40
+        assert sum(path.stat().st_size for path in (root / "segments").iterdir()) <= capacity
+    there = visible(root)
+    with open_again(root, capacity, driver={"slot_bytes": 16384, "chunk_bytes": (4096, 16384)}) as driver:
+        assert all(driver.tier.lookup(name, REQUEST) for name in there)
+        assert driver.store(some_chunks(40), range(40), [4096] * 40).ok.all()
+
+
+class Cut(Exception):
+    """Nothing is written after this."""
+
+
+@pytest.mark.parametrize("write", range(14))
+def test_wherever_a_store_ends_each_visible_record_is_whole(
+    root: Path, monkeypatch: pytest.MonkeyPatch, write: int
+) -> None:
+    """At each write of a job that evicts, and has a slab change its size: half of it is written, and no more."""
+    sizes, writes, pwritev = (4096, 65536), itertools.count(), os.pwritev
+
+    def cut(fd: int, parts: list[memoryview], position: int) -> int:
+        number = next(writes)
+        if number < write:
+            return pwritev(fd, parts, position)
+        if number == write:
+            whole = b"".join(parts)
+            pwritev(fd, [whole[: len(whole) // 1024 * 512]], position)
+        raise Cut
+
+    with TierDriver(
+        maker(root, 2 * SLAB, n_write_threads=1), n_slots=112, slot_bytes=4096, chunk_bytes=sizes
+    ) as driver:
+        driver.fill(range(112))
+        driver.store(some_chunks(112), range(112))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", cut)
+            failed = driver.store(some_chunks(3, 1, group=1), [0, 16, 32], [65536] * 3)
+            again = driver.store(some_chunks(20, 2), range(20))
+        assert verified(root) >= 50 or write < 3
+        if not failed.ok.all():
+            assert set(failed.reasons.values()) == {"error"}
+        assert again.ok.sum() < 20 or next(writes) <= write
+        assert driver.store(some_chunks(3, 1, group=1), [0, 16, 32], [65536] * 3).ok.all()
+        assert driver.store(some_chunks(20, 2), range(20)).ok.all()
+        assert driver.load(some_chunks(20, 2), range(20)).ok.all()
+    assert verified(root) >= 23
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_damage_to_a_slab_passes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    root, chunks = tmp_path_factory.mktemp("damaged"), some_chunks(3)
+    with TierDriver(maker(root, SLAB), n_slots=8, slot_bytes=512) as driver:
+        payloads = driver.fill(range(3))
+        driver.store(chunks, range(3))
+    places = sorted(visible(root).values())
+    starts = [0, *(place.header for place in places), *(place.payload for place in places)]
+    position = data.draw(st.sampled_from(starts)) + data.draw(st.integers(0, 600))
+    write_at(root / "segments" / "segments-0.tkv", position, data.draw(st.binary(min_size=1, max_size=700)))
+    with open_again(root, SLAB, driver={"n_slots": 8, "slot_bytes": 512}) as driver:
+        result = driver.load(chunks, [4, 5, 6])
+        for i in np.flatnonzero(result.ok).tolist():
+            assert driver.payload(4 + i) == payloads[i]
+        driver.fill(range(3))
+        assert driver.store(chunks, range(3)).ok.all() and driver.load(chunks, [4, 5, 6]).ok.all()
+        assert [driver.payload(4 + i) for i in range(3)] == payloads
+
+
+# Errors of the file system, and what it cannot do.
+
+
+def test_a_store_that_fails_is_reported_and_repeated(driver: TierDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    payloads = driver.fill(range(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", failing)
+        assert set(driver.store(some_chunks(8), range(8)).reasons.values()) == {"eio"}
+    assert not any(driver.tier.lookup_batch(some_chunks(8), REQUEST))
+    assert driver.store(some_chunks(8), range(8)).ok.all() and driver.load(some_chunks(8), range(8, 16)).ok.all()
+    assert [driver.payload(8 + i) for i in range(8)] == payloads
+
+
+@pytest.mark.parametrize("what", ["headers", "payloads"])
+def test_an_error_while_reading_keeps_the_record(
+    driver: TierDriver, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    preadv = os.preadv
+
+    def failing(fd: int, parts: list[memoryview], position: int) -> int:
+        if (len(parts[0]) == 512) == (what == "headers"):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, parts, position)
+
+    driver.fill([0])
+    driver.store(some_chunks(1), [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert driver.load(some_chunks(1), [1]).reasons == {0: "eio"}
+    assert driver.load(some_chunks(1), [1]).ok.all()
+
+
+def test_short_reads_and_writes_are_continued(driver: TierDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:1000]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:700]], at))
+    payloads = driver.fill(range(5))
+    assert driver.store(some_chunks(5), range(5)).ok.all()
+    assert driver.load(some_chunks(5), range(10, 15)).ok.all()
+    assert [driver.payload(10 + i) for i in range(5)] == payloads
+
+
+def test_a_file_that_was_cut_has_lost_its_records(driver: TierDriver, root: Path) -> None:
+    driver.fill(range(2))
+    driver.store(some_chunks(2), range(2))
+    places = visible(root)
+    first, second = (places[some_chunks(2).name(i)] for i in range(2))
+    os.truncate(second.path, second.payload + 100)
+    assert driver.load(some_chunks(2), [4, 5]).reasons == {1: "truncated"} and first.path == second.path
+    os.truncate(second.path, first.header)
+    assert set(driver.load(some_chunks(2), [4, 5]).reasons.values()) <= {"bad_magic", "absent"}
+
+
+@pytest.mark.parametrize("fields", [{"direct_reads": False}, {}])
+def test_what_is_not_in_the_page_cache_is_read_past_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    preadv, direct = os.preadv, []
+
+    def watched(fd: int, parts: list[memoryview], position: int) -> int:
+        direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return preadv(fd, parts, position)
+
+    with TierDriver(maker(root, **fields), n_slots=64) as driver:
+        payloads = driver.fill(range(8))
+        driver.store(some_chunks(8), range(8))
+        for path in (root / "segments").iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        monkeypatch.setattr(os, "preadv", watched)
+        assert driver.load(some_chunks(8), range(8, 16)).ok.all()
+        assert [driver.payload(8 + i) for i in range(8)] == payloads
+        assert any(direct) == ("alignment=0" not in repr(driver.tier))
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_direct_read_that_is_refused_goes_through_the_page_cache(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    preadv = os.preadv
+
+    def refusing(fd: int, parts: list[memoryview], position: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return preadv(fd, parts, position)
+
+    with TierDriver(maker(root)) as driver:
+        files = driver.tier._layout._files
+        monkeypatch.setattr(files, "alignment", 1)  # as if any memory would do
+        monkeypatch.setattr(files._page_cache, "_answers", False)
+        driver.fill([0])
+        driver.store(some_chunks(1), [0])
+        monkeypatch.setattr(os, "preadv", refusing)
+        assert driver.load(some_chunks(1), [1]).reasons == ({} if number == errno.EINVAL else {0: "eio"})
+
+
+def test_where_nothing_can_be_opened_for_direct_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = os.open
+
+    def refusing(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with TierDriver(maker(root)) as driver:
+        assert "alignment=0" in repr(driver.tier)
+        driver.fill([0])
+        assert driver.store(some_chunks(1), [0]).ok.all() and driver.load(some_chunks(1), [1]).ok.all()

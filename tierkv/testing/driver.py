@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +55,9 @@ class TierDriver:
         """
         self.slot_bytes = slot_bytes
         self.n_slots = n_slots
-        self.memory = np.full(n_slots * slot_bytes, FILLER, np.uint8)
+        memory = np.full(n_slots * slot_bytes + mmap.PAGESIZE, FILLER, np.uint8)
+        start = -memory.ctypes.data % mmap.PAGESIZE  # as the host region does
+        self.memory = memory[start : start + n_slots * slot_bytes]
         self.wakes = 0
         self._woken = threading.Event()
         self._patience_s = patience_s
