@@ -219,6 +219,33 @@ def test_names_of_several_groups_and_spaces() -> None:
         cache.chunks(np.concatenate([slots, others]))
 
 
+def test_what_is_there_since_an_earlier_life_is_ready_at_once() -> None:
+    cache = HostCache(plan_slabs(16 * 4096, [4096]), [4096], LRUPolicy)
+    cache.add_slabs(np.array([3, 5]), 0)
+    assert (cache.free, cache.ready) == (2, 0)
+    there = put(cache, chunks(1))
+    assert there.tolist() == [5]
+    cache.add_slabs(np.array([7, 2, 4]), 0)
+    restored = cache.restore(chunks(2, 1, 3, 2), np.array([4, 2, 7, 3]))
+    assert restored.tolist() == [True, False, True, False]
+    assert cache.find(chunks(1, 2, 3).keys).tolist() == [5, 4, 7]
+    assert (cache.free, cache.ready, cache.evictable, cache.pinned) == (2, 3, 3, 0)
+    assert cache.name(7) == chunks(3).name(0) and cache.checksums(there).tolist() == [0]
+    assert cache.policy.victims(3, 0).tolist() == [5, 7, 4], "newer than what was there, its head newest"
+    assert sorted(put(cache, chunks(4, 5)).tolist()) == [2, 3]
+    with pytest.raises(AssertionError):
+        cache.restore(chunks(9), there)
+
+
+def test_slabs_that_are_added_are_taken_after_those_that_wait() -> None:
+    cache = HostCache(plan_slabs(16 * 4096, [4096]), [4096], LRUPolicy)
+    for slabs in ([3, 1], [0], [9, 8]):
+        cache.add_slabs(np.array(slabs))
+    assert cache.free == 5
+    assert [put(cache, chunks(n)).tolist() for n in range(5)] == [[3], [1], [0], [9], [8]]
+    assert cache.reserve(chunks(6)).evicted.tolist() == chunks(0).keys.tolist()
+
+
 def test_numbers_of_spaces_are_given_again_when_their_last_slot_is_free() -> None:
     """A long life with many generations: what stands for a space and a group must not grow without end."""
     cache = cache_of(4)

@@ -299,6 +299,23 @@ class HostCacheMachine(RuleBasedStateMachine):
             self.settle(slot)
 
     @rule(space=spaces, wanted=numbers)
+    def restore(self, space: int, wanted: list[int]) -> None:
+        """Into slots that are free, each of the chunk's own size."""
+        state, batch = self.cache._state, []
+        for size_class in range(len(self.plan.class_bytes)):
+            members = walk(state.free, state.records["older"], state.records["newer"], size_class)
+            fitting = [n for n in wanted if self.cache._class_of_group[n % len(self.sizes)] == size_class]
+            batch += list(zip(fitting, members[::2], strict=False))
+        slots = np.array([slot for _, slot in batch], np.int64)
+        restored = self.cache.restore(self.batch(space, [number for number, _ in batch]), slots)
+        there = set(self.indexed())
+        for (number, slot), ready in zip(batch, restored.tolist(), strict=True):
+            assert ready == ((space, number) not in there)
+            if ready:
+                there.add((space, number))
+                self.used[slot] = Slot((space, number), "ready", writer=False)
+
+    @rule(space=spaces, wanted=numbers)
     def touch(self, space: int, wanted: list[int]) -> None:
         slots = self.cache.find(self.batch(space, list(dict.fromkeys(wanted))).keys)
         self.cache.touch(slots[slots >= 0])
@@ -514,6 +531,7 @@ def test_a_long_life(machine_type: type[HostCacheMachine], sizes: tuple[int, ...
             ),
         ),
         (6, lambda: machine.touch(rng.randrange(3), wanted())),
+        (1, lambda: machine.restore(rng.randrange(3), wanted())),
         (1, lambda: machine.forget(some()[:1])),
     ]
     for number in range(STEPS):
