@@ -179,6 +179,14 @@ class HostCache:
         pool[1 : 1 + added] = slabs[::-1]
         pool[0] = there + added
 
+    def populate(self) -> None:
+        """Make the index's memory present, which the first to touch it would wait for. Does not hold the GIL.
+
+        Before the first slab can be used; the other calls may be made meanwhile.
+        """
+        for array in (self._state.table, self._state.records, self._checksums):
+            array.view(np.uint8).fill(0)
+
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def locate(self, keys: Keys) -> tuple[Offsets, npt.NDArray[np.uint8]]:

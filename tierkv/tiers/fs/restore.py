@@ -28,9 +28,9 @@ from tierkv.types import KEY_BYTES, Chunks, Hashes, Offsets, Space
 logger = logging.getLogger(__name__)
 
 #: Headers that are looked at in one go.
-_AT_ONCE = 512
+_AT_ONCE = 256
 #: How long to sleep after that.
-_PAUSE_S = 200e-6
+_PAUSE_S = 100e-6
 
 
 class Found(NamedTuple):
@@ -105,6 +105,7 @@ class Restore:
 
     def _survey(self) -> list[tuple[int, int]]:
         """Make slabs usable in which nothing can be of ours; the others and their size class, the oldest first."""
+        self._cache.populate()
         written = self._files.maybe_written()
         self._add(np.flatnonzero(~written))
         ours, others = [], []
@@ -162,17 +163,17 @@ class Restore:
 
     def _ours(self, headers: Headers, size_class: int, first: int) -> Found:
         """The records of this namespace that ``headers``, from slot ``first`` of a slab on, say are there."""
-        geometry = self._geometry
-        groups = np.flatnonzero(np.array(geometry.class_of_group) == size_class)
-        good = intact(headers, self._namespace) & (headers["hash_bytes"] >= KEY_BYTES)
-        good &= np.isin(headers["group"], groups) & (headers["length"] <= geometry.place_bytes[size_class])
+        classes = np.array([*self._geometry.class_of_group, -1])
+        groups, hash_bytes = headers["group"], headers["hash_bytes"]
+        good = intact(headers, self._namespace) & (hash_bytes >= KEY_BYTES)
+        good &= headers["length"] <= self._geometry.place_bytes[size_class]
+        good &= classes[np.minimum(groups, len(classes) - 1)] == size_class
         where = np.flatnonzero(good)
-        ours = headers[where]
-        tails = np.zeros((len(ours), KEY_BYTES), np.uint8)
-        for size in np.unique(ours["hash_bytes"]).tolist():
-            of_size = ours["hash_bytes"] == size
-            tails[of_size] = ours["hash"][of_size, size - KEY_BYTES : size]
-        return Found(where + first, ours["generation"].copy(), ours["group"].astype(np.int32), tails)
+        tails = np.zeros((len(where), KEY_BYTES), np.uint8)
+        for size in set(hash_bytes[where].tolist()):
+            of_size = hash_bytes[where] == size
+            tails[of_size] = headers["hash"][:, size - KEY_BYTES : size][where[of_size]]
+        return Found(where + first, headers["generation"][where], groups[where].astype(np.int32), tails)
 
 
 def _spaces(found: Found, namespace: bytes) -> Iterator[tuple[Offsets, Space]]:
