@@ -205,3 +205,20 @@ def test_writes_let_waiting_reads_go_first_but_not_for_long(monkeypatch: pytest.
     assert set(drain(pool, 2, woken)) == {1, 3}
     assert order[:2] == ["write", "write"] and order[2] == "read"
     pool.close()
+
+
+def test_larger_parts_can_be_asked_for() -> None:
+    lengths: list[int] = []
+
+    def task(part: range) -> list[Outcome]:
+        lengths.append(len(part))
+        return [None] * len(part)
+
+    done = threading.Event()
+    pool = IoPool("t", 1, 1, done.set, most_chunks=100)
+    try:
+        pool.read(1, 1000, task)
+        assert done.wait(30)
+    finally:
+        pool.close()
+    assert pool.get_finished()[0].ok.all() and lengths == [100] * 10

@@ -234,6 +234,31 @@ def test_no_two_places_overlap(sizes: tuple[int, ...]) -> None:
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(taken))
 
 
+def test_golden_bytes_of_a_slab_header() -> None:
+    geometry = make_geometry(20 * SLAB, [4096, 16384])
+    raw = geometry.encode_slab_header(9, 1, 0x0123456789AB)
+    assert raw[:64].hex(" ", 8) == (
+        "93544b534c41420a 0100000000100000 0900000000000000 0010040000000000 "
+        "0040000000000000 0f00000000000000 66e888fed72a2c12 ab89674523010000"
+    )
+    assert raw[64:] == bytes(4096 - 64)
+
+
+def test_files_with_slabs_of_another_size_are_emptied(root: Path) -> None:
+    with TierDriver(maker(root, 200 * SLAB)) as driver:
+        driver.fill(range(40))
+        driver.store(some_chunks(40), range(40))
+        assert len(visible(root)) == 40
+    wide = {"slot_bytes": 1 << 20, "n_slots": 2}
+    with open_again(root, 200 * SLAB, driver=wide) as driver:
+        driver.fill([0])
+        assert driver.store(some_chunks(1, 1), [0]).ok.all()
+    assert len(visible(root, 4 * SLAB)) == 1
+    with open_again(root, 200 * SLAB) as driver:
+        assert not any(driver.tier.lookup_batch(some_chunks(40), REQUEST))
+    assert not visible(root)
+
+
 def test_places_are_aligned_for_direct_reads(driver: TierDriver, root: Path) -> None:
     driver.fill(range(4))
     driver.store(some_chunks(4), range(4))
@@ -445,6 +470,27 @@ def test_a_slab_whose_header_is_damaged_is_empty(root: Path, position: int) -> N
         assert not driver.tier.lookup(some_chunks(1).name(0), REQUEST)
         assert driver.store(some_chunks(1, 1), [0]).ok.all()
     assert set(visible(root)) == {some_chunks(1, 1).name(0)}, "and cut up anew"
+
+
+@pytest.mark.parametrize("at", [0, 4096])
+def test_a_slab_that_cannot_be_read_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    with TierDriver(maker(root, 3 * SLAB), n_slots=112) as driver:
+        driver.fill(range(112))
+        driver.store(some_chunks(112), range(112))
+    preadv = os.preadv
+
+    def failing(fd: int, parts: list[memoryview], position: int) -> int:
+        if position == at and os.readlink(f"/proc/self/fd/{fd}").endswith("segments-1.tkv"):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, parts, position)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with open_again(root, 3 * SLAB) as driver:
+        assert sum(driver.tier.lookup_batch(some_chunks(112), REQUEST)) == 56
+        for seed in range(4):
+            assert driver.store(some_chunks(56, seed + 1), range(56)).ok.all()
+        assert sum(driver.tier.lookup_batch(some_chunks(56, 4), REQUEST)) == 56
+    assert verified(root) > 112
 
 
 def test_closing_does_not_wait_for_all_to_be_restored(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

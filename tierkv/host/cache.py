@@ -122,7 +122,7 @@ class HostCache:
 
     A new cache has no memory: ``grow`` says how much of the region can be used.
 
-    Thread safety: none of its own; every call is made under the manager's lock.
+    Thread safety: none of its own; every call is made under one lock, the manager's for host memory.
     """
 
     def __init__(self, plan: SlabPlan, chunk_bytes: Sequence[int], make_policy: Callable[[SlotView], Policy]) -> None:

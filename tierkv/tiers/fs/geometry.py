@@ -25,7 +25,8 @@ E      p·n   payloads        slot i's at E + p·i, where E is the end of the he
 ====== ===== =============== ======================================================================================
 
 A slab whose header is not intact, or is of another slab or another size, is empty. A record is a header in the table
-and as many bytes as it says in the same slot's place; what is behind them means nothing.
+and as many bytes as it says in the same slot's place; what is behind them means nothing. Whoever cuts the files up in
+slabs of another size MUST empty them before.
 
 A writer MUST hold an exclusive ``flock`` on ``lock``. Before it writes into a place it MUST have written zeros over the
 slot's header, and it MUST write the header when the payload is there. Before it cuts a slab up in another way it MUST
@@ -160,6 +161,13 @@ class Geometry:
         if checksum != record.payload_checksum(raw[: _FIELDS.size]):
             return None
         return SlabHeader(place_bytes, slots, *_WRITTEN_AT.unpack_from(raw, WRITTEN_AT))
+
+    def is_foreign(self, raw: bytes) -> bool:
+        """Whether the first bytes of a file are those of slabs of another size."""
+        if len(raw) < _FIELDS.size:
+            return False
+        magic, version, _, _, slab_bytes, _, _ = _FIELDS.unpack_from(raw)
+        return ((magic, version) != (MAGIC, VERSION) and any(raw)) or slab_bytes not in (0, self.slab_bytes)
 
     def size_class(self, header: SlabHeader) -> int:
         """The size class of a slab with this header; -1 if it is of none of ours."""

@@ -20,15 +20,16 @@ from tierkv.host.cache import HostCache
 from tierkv.keys import make_keys
 from tierkv.tiers import record
 from tierkv.tiers.base import TierContext
-from tierkv.tiers.fs.geometry import PAGE, Geometry
+from tierkv.tiers.fs.geometry import PAGE, Geometry, SlabHeader
 from tierkv.tiers.fs.segmentfile import SegmentFiles
 from tierkv.tiers.headers import HEADER, Headers, intact, raw_bytes
 from tierkv.types import KEY_BYTES, Chunks, Hashes, Offsets, Space
 
 logger = logging.getLogger(__name__)
 
-#: Headers that are looked at in one go.
+#: Headers of records, and of slabs, that are looked at in one go.
 _AT_ONCE = 256
+_SLABS_AT_ONCE = 16
 #: How long to sleep after that.
 _PAUSE_S = 100e-6
 
@@ -104,24 +105,42 @@ class Restore:
             self.ended.set()
 
     def _survey(self) -> list[tuple[int, int]]:
-        """Make slabs usable in which nothing can be of ours; the others and their size class, the oldest first."""
+        """Make slabs usable in which nothing can be of ours, those of another model last.
+
+        Returns:
+            the other slabs and their size class, the oldest first.
+        """
         self._cache.populate()
         written = self._files.maybe_written()
         self._add(np.flatnonzero(~written))
-        ours, others = [], []
-        raw = memoryview(bytearray(PAGE))
+        ours, theirs, empty = [], [], []
         for slab in np.flatnonzero(written).tolist():
             if self._closing:
                 break
-            self._files.read(slab, 0, raw)
-            header = self._geometry.decode_slab_header(slab, bytes(raw))
+            try:
+                header = self._slab_header(slab)
+            except (OSError, RecordError) as error:
+                self._give_up(slab, error)
+                continue
             size_class = -1 if header is None else self._geometry.size_class(header)
-            if header is None or size_class < 0:
-                others.append(slab)
+            if header is None:
+                empty.append(slab)
+            elif size_class < 0:
+                theirs.append(slab)
             else:
                 ours.append((header.written_at, slab, size_class))
-        self._add(np.array(others, np.int64))
+        self._add(np.array(empty + theirs, np.int64))
         return [(slab, size_class) for _, slab, size_class in sorted(ours)]
+
+    def _slab_header(self, slab: int) -> SlabHeader | None:
+        if slab % _SLABS_AT_ONCE == 0:
+            time.sleep(_PAUSE_S)
+        raw = bytearray(PAGE)
+        self._files.read(slab, 0, memoryview(raw))
+        return self._geometry.decode_slab_header(slab, bytes(raw))
+
+    def _give_up(self, slab: int, error: Exception) -> None:
+        logger.warning("tier %s: slab %d cannot be read, and is not used: %s", self._name, slab, error)
 
     def _add(self, slabs: Offsets) -> None:
         if len(slabs):
@@ -134,7 +153,7 @@ class Restore:
         try:
             found = self._read(slab, size_class)
         except (OSError, RecordError) as error:
-            logger.warning("tier %s: slab %d cannot be read, and is not used: %s", self._name, slab, error)
+            self._give_up(slab, error)
             return 0
         self._formatted[slab] = size_class
         if not len(found.numbers):

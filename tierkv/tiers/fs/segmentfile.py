@@ -205,7 +205,8 @@ class SegmentFiles:
             for file, size in enumerate(sizes):
                 path = os.path.join(directory, f"segments-{file}.tkv")
                 self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-                before.append(min(size, os.fstat(self._fds[file]).st_size))
+                foreign = self._geometry.is_foreign(os.pread(self._fds[file], PAGE, 0))
+                before.append(0 if foreign else min(size, os.fstat(self._fds[file]).st_size))
                 os.ftruncate(self._fds[file], before[file])
             self._see_that_there_is_room(sizes)
             for fd, size in zip(self._fds, sizes, strict=True):
