@@ -3,6 +3,23 @@
 ``geometry`` is the format. Which chunk is where is known in memory, by a ``HostCache`` whose region is the disk: it
 gives out slots, keeps the order of use and evicts. After a restart a thread reads the tables of headers and puts what
 is of this namespace into the index again, the slabs written last being the most recently used ones.
+
+Why places are written over and over, rather than segments appended to and the oldest reclaimed: what goes is what was
+not used for the longest time, wherever it lies. On the conversation trace of Mooncake, of whose chunks 36.6 % can be
+hit, that is 27.9 % instead of 24.8 % with room for 10 % of the distinct chunks, and 34.5 % instead of 31.3 % with room
+for 20 %. And it costs no speed: chunks that were stored together are evicted together, so that the places of those that
+come instead, sorted, are few runs. With chunks of 16 tokens, what is stored at a time (up to 128) is 3 to 4 runs of 33
+to 47 chunks. Writes all over the disk are slower than one behind the other, but not if each is of that size (through
+the page cache, to ext4 on a virtual disk of 2 GB/s):
+
+==================================== =============== ==============
+calls                                to the cache    to the disk
+==================================== =============== ==============
+2 MiB, one after the other           6.6 … 7.4 GB/s  1.9 … 2.1 GB/s
+1 MiB, anywhere                      5.5 … 5.9 GB/s  1.95 … 2.05 GB/s
+128 KiB, anywhere                    2.2 … 2.4 GB/s  1.7 … 1.8 GB/s
+16 KiB, anywhere                     0.3 … 2.9 GB/s  0.3 … 0.8 GB/s
+==================================== =============== ==============
 """
 
 from __future__ import annotations
@@ -54,7 +71,7 @@ class SegmentsLayout:
         """
         capacity_bytes = _check(config, context)
         warm_up(LRUPolicy)
-        # A part costs about as much as ten small chunks.
+        # What a part costs is as much as of ten chunks: small chunks are taken in larger parts.
         self.most_chunks = max(MOST_CHUNKS, min(128, (2 << 20) // max(context.chunk_bytes)))
         self._view = context.view
         self._fsync = config.fsync
