@@ -531,7 +531,8 @@ def test_the_index_takes_at_most_100_bytes_a_slot(policy_type: type[Policy]) -> 
 WARM = """
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from twins import BUILT_IN, make_cache
+from twins import BUILT_IN, chunks, make_cache
+from tierkv.host.slabs import plan_slabs
 from tierkv.host import cache, ghosts, lists, slots
 from tierkv.host.policies import arc, cursors, lru, s3fifo
 from test_policies import run
@@ -550,6 +551,10 @@ for policy in BUILT_IN:
         some = [("use", list(range(n, n + 5))) for n in range(60)]
         more = [(what, [3, 55, 56]) for what in ("pin", "forget", "unpin", "use", "reserve", "finish", "use", "ask")]
         run(make_cache(8192, sizes, policy), len(sizes), some + more)
+for policy in BUILT_IN:
+    restored = cache.HostCache(plan_slabs(8192, [512]), [512], policy)
+    restored.add_slabs(np.array([2, 3]), 0)
+    assert restored.restore(chunks(1, 2), np.array([3, 2])).all()
 assert compiled() == before, compiled() - before
 """
 
