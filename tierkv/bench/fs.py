@@ -37,8 +37,12 @@ from tierkv.tiers.base import TierContext
 from tierkv.tiers.fs import FsTier, FsTierConfig
 from tierkv.types import JobResult, LoadJob, Space, StoreJob
 
-#: The layouts of the tier that are measured.
-LAYOUTS = ("files",)
+#: What is measured of tierkv's tier: ``files`` makes a file for each chunk, and ``files, full``
+#: has room for three turns only, so that each one evicts; ``segments`` writes over what was there.
+LAYOUTS = ("files", "files, full", "segments")
+
+#: For how many turns those that are bounded have room, and how many are stored before anything is timed.
+TURNS = 3
 
 #: Bytes of a chunk, and the share of ``FsOptions.nbytes`` that is moved in chunks of this size.
 SIZES = ((1 << 20, 1.0), (16 << 10, 0.125))
@@ -74,6 +78,7 @@ NOTES = (
     "store: one job, as the tier reports it; flushed: until fsync of every file has returned, too",
     "cold: after fsync and posix_fadvise(DONTNEED) of every file, a device's own cache excepted; again: at once after "
     "it, from the page cache if the tier reads through it",
+    f"files, full and segments: room for the chunks of {TURNS} turns, filled before: each store evicts",
     "share: of the speed of the raw reads or writes of the same round",
     f"vLLM's tier gives a whole job to one thread; in {VLLM_JOBS} jobs: as many chunks, shared by its threads, "
     "beside one job of tierkv",
@@ -128,7 +133,7 @@ def run(options: FsOptions, report: Report) -> None:
                 _measure_case(
                     options, Case(chunk_bytes, _count(options, chunk_bytes, share)), directory, direct, report
                 )
-            for layout in LAYOUTS:
+            for layout in ("files", "segments"):
                 _measure_promotion(options, layout, directory, report)
     except OSError as error:
         raise BenchError(f"{options.root_dir!r} cannot be used: {error}") from error
@@ -339,10 +344,11 @@ class TierBed(Bed):
         self._layout = layout
         self._space = Space(NAMESPACE, FIRST_GENERATION)
         self._woken = threading.Event()
-        fields = {"type": "fs", "root_dir": self.root_dir}
-        if configured := _configured(layout):
-            fields["layout"] = configured
-        context = TierContext("fs", view, NAMESPACE, {"model": "bench"}, self._woken.set)
+        fields: dict[str, Any] = {"type": "fs", "root_dir": self.root_dir, **_layout_fields(layout)}
+        if layout != "files":
+            # With what headers, ledger and the ends of slabs take.
+            fields["capacity_bytes"] = int(1.2 * TURNS * case.nbytes) + (4 << 20)
+        context = TierContext("fs", view, NAMESPACE, {"model": "bench"}, self._woken.set, (case.chunk_bytes,))
         self._tier = FsTier(decode(fields, FsTierConfig), context)
         self._offsets = np.arange(2 * case.count, dtype=np.int64) * case.chunk_bytes
         # Not timed: in the product a thread of its own takes them when a slot is committed.
@@ -350,6 +356,11 @@ class TierBed(Bed):
             record.payload_checksum(view[at : at + case.chunk_bytes]) for at in self._offsets[: case.count].tolist()
         ]
         self._checksums = np.array(sums, np.uint64)
+        if layout != "files":
+            rng = np.random.default_rng(3)
+            for _ in range(TURNS + 1):
+                self.rename(some_hashes(case.count, rng))
+                self.run(True, 1)
 
     def rename(self, hashes: list[bytes]) -> None:
         self._chunks = make_chunks(self._space, 0, hashes)
@@ -370,7 +381,7 @@ class TierBed(Bed):
         return spent
 
     def forget(self) -> None:
-        if self._layout == "files":  # what else there is, the tier itself uses again
+        if self._layout == "files":  # the others make room themselves
             self._empty_files(".tkv")
 
     def close(self) -> None:
@@ -526,7 +537,7 @@ def _measure_promotion(options: FsOptions, layout: str, directory: str, report: 
         page_bytes=PROMOTED_BYTES,
         tier="fs",
         root_dir=_below(directory, f"promotion-{layout}"),
-        fs_layout=_configured(layout),
+        fs_fields=_layout_fields(layout, PROMOTED_BYTES * 8 * options.rounds * count),
     )
     with opened(setup, options.against_vllm) as sides:
         for number in range(options.rounds):
@@ -612,6 +623,8 @@ def _parts(count: int, jobs: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _configured(layout: str) -> str:
-    """What the tier's configuration calls ``layout``; "" where there is only one."""
-    return layout if "layout" in FsTierConfig.__struct_fields__ else ""
+def _layout_fields(layout: str, capacity_bytes: int = 0) -> dict[str, Any]:
+    """What the tier's configuration says of ``layout``, which needs ``capacity_bytes`` if it is ``segments``."""
+    if layout != "segments":
+        return {}
+    return {"layout": layout, **({"capacity_bytes": capacity_bytes + (64 << 20)} if capacity_bytes else {})}

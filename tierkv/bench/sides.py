@@ -13,8 +13,8 @@ import mmap
 import os
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +58,7 @@ class Setup:
     windows: a group for each: tokens that a query sees, 0 for all.
     tier: "", "memory" (of vLLM: its example tier, which keeps no bytes) or "fs".
     root_dir: below it each side has a directory for its fs tier.
-    fs_layout: of tierkv's fs tier; "": its default.
+    fs_fields: of tierkv's fs tier, beside where it is.
     load_delay_s: what each load takes longer than it does.
     """
 
@@ -68,7 +68,7 @@ class Setup:
     windows: tuple[int, ...] = (0,)
     tier: str = ""
     root_dir: str = ""
-    fs_layout: str = ""
+    fs_fields: Mapping[str, Any] = field(default_factory=dict)
     load_delay_s: float = 0.0
 
 
@@ -374,8 +374,7 @@ def _tiers(setup: Setup) -> list[dict[str, Any]]:
     tier: dict[str, Any] = {"type": setup.tier}
     if setup.tier == "fs":
         tier["root_dir"] = os.path.join(setup.root_dir, TierKV.name)
-        if setup.fs_layout:
-            tier["layout"] = setup.fs_layout
+        tier.update(setup.fs_fields)
     if setup.load_delay_s:
         faults = "tierkv.testing.faults:LatencyTier"
         tier = {"type": "latency", "module_path": faults, "inner": tier, "load_delay_s": setup.load_delay_s}
