@@ -15,7 +15,7 @@ from tierkv.errors import ConfigError, RecordError
 from tierkv.tiers import record
 from tierkv.tiers.fs.ledger import Ledger
 from tierkv.tiers.fs.root import DESCRIPTION, Root
-from tierkv.tiers.fs.survey import name_of, records, spaces
+from tierkv.tiers.fs.survey import name_of, records, remove_empty, spaces
 from tierkv.tiers.io import reason_of
 from tierkv.types import ChunkName, Space
 
@@ -26,12 +26,17 @@ AGES = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "older": math.inf}
 
 
 class Stored(NamedTuple):
-    """A file that is a record by its name. nbytes: its size. used_s: when it was last used, in seconds of the epoch."""
+    """A file that is a record by its name.
+
+    nbytes: its size. used_s: when it was last used, in seconds of the epoch. written: its number, and when it was
+    written: another file, or other content, has another one.
+    """
 
     path: str
     name: ChunkName
     nbytes: int
     used_s: float
+    written: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -95,11 +100,11 @@ def stored(root: Root, namespace: str = "") -> Iterator[Stored]:
         if not space.namespace.hex().startswith(namespace):
             continue
         for entry in records(directory):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 name = name_of(space, entry.name)
                 assert name is not None, "records are found by their names"
-                yield Stored(entry.path, name, status.st_size, status.st_atime)
+                yield Stored(entry.path, name, status.st_size, status.st_atime, _written(status))
 
 
 def summaries(root: Root, namespace: str = "") -> list[SpaceSummary]:
@@ -131,8 +136,6 @@ def verify(root: Root, namespace: str, on_record: Callable[[int], None]) -> Iter
     for each in stored(root, namespace):
         try:
             _verify(each)
-        except FileNotFoundError:  # evicted meanwhile
-            continue
         except (RecordError, OSError) as error:
             if _is_there(each):
                 yield Problem(each.path, reason_of(error), str(error))
@@ -164,13 +167,15 @@ def remove(root: Root, chosen: list[Stored]) -> tuple[int, int]:
     count = nbytes = 0
     try:
         for each in chosen:
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(each.path, follow_symlinks=False).st_atime > each.used_s:
+            with contextlib.suppress(OSError):
+                status = os.stat(each.path, follow_symlinks=False)
+                if status.st_atime > each.used_s or _written(status) != each.written:
                     continue
                 os.unlink(each.path)
-                ledger.give_back(ledger.size_of(each.nbytes), removed=True)
+                ledger.removed(ledger.size_of(each.nbytes))
                 count, nbytes = count + 1, nbytes + each.nbytes
-        _remove_empty(root, ledger)
+        for _, directory in list(spaces(root)):
+            ledger.removed(remove_empty(directory) * ledger.directory_bytes)
     finally:
         ledger.close()
     return count, nbytes
@@ -189,7 +194,7 @@ def used_bytes(root: Root) -> int | None:
 
 
 def _verify(each: Stored) -> None:
-    with open(each.path, "rb", buffering=0) as file:
+    with open(each.path, "rb", buffering=0, opener=_open_unnoticed) as file:
         header = record.decode_header(file.read(record.HEADER_BYTES))
         record.check(header, each.name, header.length)
         record.check_size(header, os.fstat(file.fileno()).st_size)
@@ -199,18 +204,22 @@ def _verify(each: Stored) -> None:
         record.check_checksum(header, digest.intdigest())
 
 
+def _open_unnoticed(path: str, flags: int) -> int:
+    """Open without setting the time of the last use, by which records are evicted; that is the owner's privilege."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_NOATIME)
+    except PermissionError:
+        return os.open(path, flags)
+
+
 def _is_there(each: Stored) -> bool:
     """Whether it is still the record that it was: one that is evicted is written over."""
     try:
-        return os.stat(each.path, follow_symlinks=False).st_size == each.nbytes
+        return _written(os.stat(each.path, follow_symlinks=False)) == each.written
     except OSError:
         return False
 
 
-def _remove_empty(root: Root, ledger: Ledger) -> None:
-    """Remove directories of records in which nothing is any more. (Who stores makes what is missing.)"""
-    for _, directory in list(spaces(root)):
-        for path, _, _ in os.walk(directory, topdown=False):
-            with contextlib.suppress(OSError):  # not empty
-                os.rmdir(path)
-                ledger.give_back(ledger.directory_bytes, removed=True)
+def _written(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -28,8 +30,8 @@ from tierkv.types import Chunks, Flags, LoadJob, Space, StoreJob
 
 logger = logging.getLogger(__name__)
 
-#: So many chunks in a row that are not there: those behind them are not looked for in the file system.
-_MISSES = 16
+#: When chunks in a row that are not there have taken this long, those behind them are not looked for.
+_MISSES_S = 0.02
 
 #: Chunks of fewer bytes are small; and how long a thread waits for its turn at them.
 _SMALL_BYTES = 128 << 10
@@ -55,31 +57,38 @@ class FilesLayout:
         bounded = config.capacity_bytes is not None or config.min_free_bytes > 0
         self._ledger = Ledger(root, config.capacity_bytes, config.min_free_bytes)
         self._keeps_ledger = self._open_ledger(bounded)
-        self._room = Room(
-            root,
-            self._ledger,
-            context.namespace,
-            capacity_bytes=config.capacity_bytes,
-            bounded=bounded,
-            generation_ttl_s=config.generation_ttl_s,
-            tier=context.name,
-            on_walk=self._note_walk,
-            on_removed=self._note_removed,
-        )
+        try:
+            self._room = Room(
+                root,
+                self._ledger,
+                context.namespace,
+                capacity_bytes=config.capacity_bytes,
+                bounded=bounded,
+                generation_ttl_s=config.generation_ttl_s,
+                tier=context.name,
+                on_walk=self._note_walk,
+                on_removed=self._note_removed,
+            )
+        except BaseException:  # no thread to be had
+            self._ledger.close()
+            raise
 
     def has(self, chunks: Chunks) -> Flags:
         """What is known to be there need not be looked for; what is not known may have come from another process."""
         words = chunks.keys[:, 0]
         found = self._known.has(words)
         directory = self._root.of_space(chunks.space)
-        misses = 0
+        begun, before = 0.0, -2
         for i in np.flatnonzero(~found).tolist():
+            if i != before + 1:
+                begun = time.monotonic()
+            elif time.monotonic() - begun > _MISSES_S:
+                break
+            before = i
             path = record_path(directory, int(chunks.groups[i]), chunks.hashes[i].tobytes())
             if _has_record(path):
-                found[i], misses = True, 0
+                found[i], before = True, -2
                 self._known.add(int(words[i]))
-            elif (misses := misses + 1) == _MISSES:
-                break
         return found
 
     def store(self, job: StoreJob, part: range) -> Iterable[Outcome]:
@@ -91,6 +100,9 @@ class FilesLayout:
         self._use(job.chunks.space)
         with self._turn(job, part):
             yield from one_by_one(partial(self._load, job))(part)
+
+    def stop(self) -> None:
+        self._room.stop()
 
     def close(self) -> None:
         self._room.close()
@@ -112,8 +124,12 @@ class FilesLayout:
             if there is not None:
                 self._remove(path)  # what is no record of this chunk
             header = record.encode_header(name, length, int(job.checksums[index]))
-            with self._slice(int(job.offsets[index]), length) as payload:
-                self._write(path, [header, payload], record.HEADER_BYTES + length)
+            try:
+                with self._slice(int(job.offsets[index]), length) as payload:
+                    self._write(path, [header, payload], record.HEADER_BYTES + length)
+            except FileExistsError:
+                if not holds_record(path, name, length):
+                    raise
         self._known.add(int(job.chunks.keys[index, 0]))
 
     def _write(self, path: str, parts: list[bytes | memoryview], nbytes: int) -> None:
@@ -127,18 +143,24 @@ class FilesLayout:
             else:
                 write_new(self._create(temporary), parts, self._fsync)
             if os.path.lexists(path):  # another process was quicker
-                raise FileExistsError
-            try:
-                os.rename(temporary, path)
-            except FileNotFoundError:
-                self._make_directory(os.path.dirname(path))
-                os.rename(temporary, path)
-        except BaseException as error:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._rename(temporary, path)
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            self._give_back(taken, removed=reused)
-            if not isinstance(error, FileExistsError):
-                raise
+            if self._keeps_ledger:
+                self._ledger.give_back(taken)
+            raise
+        if self._keeps_ledger:
+            self._ledger.made(taken)
+
+    def _rename(self, temporary: str, path: str) -> None:
+        for _ in range(3):  # who tidies up may remove the directory before there is something in it
+            try:
+                return os.rename(temporary, path)
+            except FileNotFoundError:
+                self._make_directory(os.path.dirname(path))
+        return os.rename(temporary, path)
 
     def _create(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -150,11 +172,17 @@ class FilesLayout:
 
     def _make_directory(self, path: str) -> None:
         """Make a record's directory and what is missing above it: at most its space's and its namespace's."""
-        taken = 3 * self._ledger.directory_bytes
-        self._take(taken, None)
-        made = sum(not os.path.exists(directory) for directory in _up(path, 3))
-        make_directory(path)
-        self._give_back(taken - made * self._ledger.directory_bytes, removed=False)
+        each = self._ledger.directory_bytes
+        self._take(3 * each, None)
+        made = 0
+        try:
+            missing = [directory for directory in _up(path, 3) if not os.path.exists(directory)]
+            make_directory(path)
+            made = len(missing)
+        finally:
+            if self._keeps_ledger:
+                self._ledger.made(made * each)
+                self._ledger.give_back((3 - made) * each)
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,10 +243,6 @@ class FilesLayout:
         self._ledger.open()
         return self._room.take(nbytes, temporary)
 
-    def _give_back(self, nbytes: int, *, removed: bool) -> None:
-        if self._keeps_ledger:
-            self._ledger.give_back(nbytes, removed=removed)
-
     @property
     def _temporary(self) -> str:
         return self._ledger.temporary if self._keeps_ledger else self._root.temporary
@@ -228,15 +252,15 @@ class FilesLayout:
         with contextlib.suppress(OSError):
             nbytes = os.stat(path, follow_symlinks=False).st_size
             os.unlink(path)
-            self._give_back(self._ledger.size_of(nbytes), removed=True)
+            if self._keeps_ledger:
+                self._ledger.open()
+                self._ledger.removed(self._ledger.size_of(nbytes))
 
     def _use(self, space: Space) -> None:
         """Note which generation this process uses, and which it has left."""
         if space != self._space:
-            if self._space is not None:
-                self._room.leave(self._space)
-            self._room.enter(space)
             self._space = space
+            self._room.use(space)
 
     def _note_walk(self, found: Survey | None) -> None:
         if found is None:

@@ -11,12 +11,12 @@ from tierkv.types import Flags
 
 Words = npt.NDArray[np.uint64]
 
-#: So many words are kept in a set before they are sorted in among the others.
-_MOST_ADDED = 1 << 16
+#: So many words are kept in a set before they become a sorted array.
+_MOST_ADDED = 4096
 
 
 class Known:
-    """A set of chunks, each by the first word of its key: 8 bytes a chunk, most of them in one sorted array.
+    """A set of chunks, each by the first word of its key: 8 bytes a chunk, in a few sorted arrays.
 
     It is a hint: another process may have removed a chunk that is here, or stored one that is not.
 
@@ -25,29 +25,36 @@ class Known:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sorted: Words = np.empty(0, np.uint64)
+        #: Sorted arrays, each more than twice as large as the next; before a walk began, and since.
+        self._before: list[Words] = []
+        self._since: list[Words] = []
         self._added: set[int] = set()
+        #: What was removed, of the former and of all.
+        self._removed_before: set[int] = set()
         self._removed: set[int] = set()
 
     def has(self, words: Words) -> Flags:
         """For each of ``words``, ``(n,)`` uint64, whether it is known to be there."""
+        found = np.zeros(len(words), np.bool_)
         with self._lock:
-            found = np.zeros(len(words), np.bool_)
-            if len(self._sorted):
-                places = np.searchsorted(self._sorted, words)
-                found = self._sorted[np.minimum(places, len(self._sorted) - 1)] == words
-            if self._added or self._removed:
-                each = words.tolist()
+            each = words.tolist() if self._added or self._removed or self._removed_before else []
+            before, since = list(self._before), list(self._since)
+            if self._added:
                 found |= np.fromiter((word in self._added for word in each), np.bool_, len(each))
-                found &= np.fromiter((word not in self._removed for word in each), np.bool_, len(each))
-            return found
+            gone_before = np.fromiter((word in self._removed_before for word in each), np.bool_, len(each))
+            gone = np.fromiter((word in self._removed for word in each), np.bool_, len(each))
+        old = _among(before, words)
+        if len(each):
+            old &= ~gone_before
+        found |= _among(since, words) | old
+        return found & ~gone if len(each) else found
 
     def add(self, word: int) -> None:
         with self._lock:
             self._removed.discard(word)
             self._added.add(word)
             if len(self._added) >= _MOST_ADDED:
-                self._merge()
+                self._sort_in()
 
     def remove(self, word: int) -> None:
         with self._lock:
@@ -57,21 +64,39 @@ class Known:
     def begin_replacing(self) -> None:
         """From here on until ``replace``, what is added and removed is kept apart: a walk may have seen it or not."""
         with self._lock:
-            self._merge()
+            self._sort_in()
+            self._before += self._since
+            self._since = []
+            self._removed_before |= self._removed
+            self._removed = set()
 
     def replace(self, words: Words) -> None:
         """A walk has found ``words``; what was added or removed since ``begin_replacing`` comes on top."""
         ordered = np.sort(words)
         with self._lock:
-            self._sorted = ordered
+            self._before = [ordered]
+            self._removed_before = set()
 
     def __len__(self) -> int:
         """How many there are, about."""
-        return len(self._sorted) + len(self._added)
+        return sum(map(len, self._before)) + sum(map(len, self._since)) + len(self._added)
 
-    def _merge(self) -> None:
-        words = np.concatenate([self._sorted, np.fromiter(self._added, np.uint64, len(self._added))])
-        if self._removed:
-            words = words[~np.isin(words, np.fromiter(self._removed, np.uint64, len(self._removed)))]
-        words.sort(kind="stable")  # quick, as most of it is sorted
-        self._sorted, self._added, self._removed = words, set(), set()
+    def _sort_in(self) -> None:
+        """The added ones become a sorted array; those that are not much larger are merged with it."""
+        if not self._added:
+            return
+        run = np.sort(np.fromiter(self._added, np.uint64, len(self._added)))
+        self._added = set()
+        while self._since and len(self._since[-1]) <= 2 * len(run):
+            run = np.concatenate([self._since.pop(), run])
+            run.sort(kind="stable")  # quick, as it is two sorted halves; and it lets go of the interpreter
+        self._since.append(run)
+
+
+def _among(runs: list[Words], words: Words) -> Flags:
+    """Which of ``words`` are in one of the sorted ``runs``."""
+    found = np.zeros(len(words), np.bool_)
+    for run in runs:
+        places = np.searchsorted(run, words)
+        found |= run[np.minimum(places, len(run) - 1)] == words if len(run) else False
+    return found

@@ -34,6 +34,10 @@ class Layout(Protocol):
         """Load the chunks ``part`` of ``job``, verified; outcomes as ``tierkv.tiers.io.Task`` says."""
         ...
 
+    def stop(self) -> None:
+        """The tier is about to be closed: let nobody wait for room any longer."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; no other method is running, or called any more."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from tierkv.types import ChunkName
 #: Nobody else's: KV can be turned back into the text that it was computed from.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+#: What is said of something else than a file: a link, a directory, a socket.
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 #: When a record was last used is noted if it was longer ago than this (ns): to write that down costs a little.
 TOUCH_NS = 60 * 10**9
@@ -115,19 +119,28 @@ def holds_record(path: str, name: ChunkName, length: int) -> bool | None:
     """Whether ``path`` is a record of ``name`` with a payload of ``length`` bytes, by its header and its size.
 
     None if there is nothing. Cheap, because every store asks: the payload is not read, and verified when it is loaded.
+
+    Raises:
+        OSError: it cannot be told.
     """
     try:
         fd = _open(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return False
+        raise
     try:
         header = record.decode_header(os.pread(fd, record.HEADER_BYTES, 0))
         record.check(header, name, length)
         record.check_size(header, os.fstat(fd).st_size)
-    except (RecordError, OSError):
+    except RecordError:
         return False
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return False
+        raise
     finally:
         os.close(fd)
     return True

@@ -84,9 +84,14 @@ class Restore:
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Let nobody wait for the first slab any longer."""
+        self._closing = True
+        self.begun.set()
+
     def close(self) -> None:
         """Stop and wait for the thread, which has been started."""
-        self._closing = True
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from tierkv.errors import RecordError
 from tierkv.keys import FIRST_GENERATION
 from tierkv.tiers.fs.ledger import Ledger
+from tierkv.tiers.fs.recordfile import make_directory
 from tierkv.tiers.fs.root import Root
-from tierkv.tiers.fs.survey import Survey, Victim, Victims, names, survey
+from tierkv.tiers.fs.survey import Survey, Victim, Victims, names, remove_empty, survey
 from tierkv.types import Space
 
 logger = logging.getLogger(__name__)
@@ -30,17 +31,22 @@ logger = logging.getLogger(__name__)
 #: Which share of the capacity one walk looks for, and the least.
 _VICTIM_SHARE = 10
 _LEAST_VICTIM_BYTES = 1 << 30
-#: How long a store waits for a walk.
+#: How long a store tries to get room, waiting for a walk included.
 PATIENCE_S = 10.0
-#: After a walk that found nothing there is no other for this long, or for as long as it took.
+#: After a walk that was of no use there is no other for this long, or for as long as it took.
 PAUSE_S = 0.05
+_MOST_PAUSE_S = 5.0
+#: After a walk that failed there is another by itself.
+_RETRY_S = 1.0
+#: While the root is full, so many stores evict before one asks whether it still is.
+_ASK_EVERY = 64
 
 
 class Room:
     """One process's room below a root.
 
-    Thread safety: any method may be called by any thread. ``_evicting`` is held by who removes records; ``_changed``
-    guards what the walking thread and the others tell each other.
+    Thread safety: any method may be called by any thread. ``_changed`` guards what the walking thread and the others
+    tell each other; nobody holds it while files are looked at.
     """
 
     def __init__(
@@ -73,16 +79,21 @@ class Room:
         self._ttl_s = generation_ttl_s
         self._on_walk = on_walk
         self._on_removed = on_removed
+        self._space: Space | None = None
         self._left: dict[Space, int] = {}
-        self._evicting = threading.Lock()
         self._changed = threading.Condition()
         self._victims = Victims()
         self._enough = 0
         self._wanted = True
         self._walks = 0
+        #: The walk for which a store has waited in vain: nobody else waits for that one.
+        self._too_long = -1
+        self._useless = 0
         self._barren_until = 0.0
-        #: Whether the root was full lately: then others' records are not asked about, but evicted.
-        self._full = False
+        self._evicted_before = 0
+        #: How many stores have evicted since the root was found to be full; 0: it was not, lately.
+        self._full = 0
+        self._failures = 0
         self._closed = False
         self.evicted = 0
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier}-walk-0", daemon=True)
@@ -98,38 +109,44 @@ class Room:
             whether the file of an evicted record, which takes as many bytes, lies at ``temporary`` now.
 
         Raises:
-            RecordError: ``capacity``: there is no room, and none can be made.
+            RecordError: ``capacity``: there is no room, and none can be made in time.
         """
-        while not self._ledger.take(nbytes, ask=not self._full):
-            with self._evicting:
-                victim = self._next_victim()
-                self._full = victim is not None
-                if victim is None:
-                    if self._ledger.take(nbytes):
-                        return False
-                    raise RecordError("capacity", f"no room for {nbytes} bytes")
-                fits = temporary is not None and victim.nbytes == nbytes and not self._ledger.over
-                if not self._evict(victim, temporary if fits else None):
-                    continue
-                if fits:
-                    self._ledger.reuse(nbytes)
-                    return True
-                self._ledger.give_back(victim.nbytes, removed=True)
+        until = time.monotonic() + PATIENCE_S
+        while not self._ledger.take(nbytes, ask=self._full % _ASK_EVERY == 0):
+            victim = self._next_victim(until)
+            if victim is None:
+                self._full = 0
+                if self._ledger.take(nbytes):
+                    return False
+                raise RecordError("capacity", f"no room for {nbytes} bytes")
+            self._full += 1
+            fits = temporary is not None and victim.nbytes == nbytes and not self._ledger.over
+            if not self._evict(victim, temporary if fits else None):
+                continue
+            if fits:
+                self._ledger.reuse(nbytes)
+                return True
+            self._ledger.removed(victim.nbytes)
         return False
 
-    def leave(self, space: Space) -> None:
-        """This process does not use ``space`` any more; nobody else can, unless its generation has a name."""
-        if space.generation != FIRST_GENERATION:
-            self._left[space] = time.time_ns()
+    def use(self, space: Space) -> None:
+        """This process uses ``space`` from now on, and not any more what it used before.
 
-    def enter(self, space: Space) -> None:
-        """This process uses ``space`` from now on."""
+        Nobody else can be using that, unless its generation has a name: then it has been used since.
+        """
+        if self._space is not None and self._space.generation != FIRST_GENERATION:
+            self._left[self._space] = time.time_ns()
         self._left.pop(space, None)
+        self._space = space
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Let nobody wait any longer."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join()
 
     def __repr__(self) -> str:
@@ -137,16 +154,18 @@ class Room:
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _next_victim(self) -> Victim | None:
-        """What goes next. Waits for a walk if none is known; None: there is nothing that may go."""
+    def _next_victim(self, until: float) -> Victim | None:
+        """What goes next. Waits for a walk if none is known; None: there is nothing that may go, or not in time."""
         with self._changed:
             if len(self._victims) <= self._enough:
                 self._want_walk()
-            until = time.monotonic() + PATIENCE_S
-            while not len(self._victims) and self._wanted and not self._closed:
-                if not self._changed.wait(until - time.monotonic()):
-                    break
-            return self._victims.take()
+            while not len(self._victims) and self._wanted and self._too_long != self._walks and not self._closed:
+                left = until - time.monotonic()
+                if left <= 0:
+                    self._too_long = self._walks
+                else:
+                    self._changed.wait(left)
+            return None if self._closed or time.monotonic() >= until else self._victims.take()
 
     def _want_walk(self) -> None:
         if time.monotonic() >= self._barren_until:
@@ -156,16 +175,19 @@ class Room:
     def _evict(self, victim: Victim, moved_to: str | None) -> bool:
         """Remove a record, or move its file, unless it was used since the walk; whether that was done."""
         try:
-            if os.stat(victim.path, follow_symlinks=False).st_atime_ns != victim.used_ns:
+            status = os.stat(victim.path, follow_symlinks=False)
+            if status.st_atime_ns != victim.used_ns:
                 return False
             if moved_to is None:
                 os.unlink(victim.path)
+            elif status.st_nlink > 1:  # a copy of somebody's, which must not be written over
+                return False
             else:
-                os.rename(victim.path, moved_to)
+                _move(victim.path, moved_to)
         except FileNotFoundError:  # another process has removed it
             return False
         except OSError as error:
-            logger.warning("%s cannot be evicted: %s", victim.path, error)
+            self._complain("%s cannot be evicted", victim.path, error)
             return False
         self.evicted += 1
         self._on_removed(victim.path)
@@ -174,45 +196,54 @@ class Room:
     # ── walking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        retry_s: float | None = None
         while True:
             with self._changed:
                 while not self._wanted and not self._closed:
-                    self._changed.wait()
+                    if not self._changed.wait(retry_s):
+                        break
                 if self._closed:
                     return
-            begin = time.monotonic()
-            found = Victims()
-            try:
-                found = self._walk()
-            except Exception as error:  # of the file system, most likely; there may be another walk
-                logger.warning("a walk through %s failed: %s", self._root.path, error)
-            with self._changed:
-                self._victims = found
-                self._enough = len(found) // 2
-                self._wanted = False
-                self._walks += 1
-                self._full = False
-                now = time.monotonic()
-                self._barren_until = 0.0 if len(found) else now + max(PAUSE_S, now - begin)
-                self._changed.notify_all()
-            self._shrink()
+            retry_s = None if self._walk_once() else _RETRY_S
 
-    def _shrink(self) -> None:
-        """Evict what is above the capacity, which was larger before, or was not minded by others."""
-        while self._ledger.over and not self._closed:
-            with self._evicting:
-                with self._changed:
-                    victim = self._victims.take()
-                if victim is None:
-                    return
-                if self._evict(victim, None):
-                    self._ledger.give_back(victim.nbytes, removed=True)
+    def _walk_once(self) -> bool:
+        """Walk, and tell what was found; whether that could be done."""
+        begin = time.monotonic()
+        found, again, done = Victims(), False, True
+        try:
+            found, again = self._walk()
+            again |= self._shrink(found)
+        except Exception as error:  # of the file system, most likely; there will be another walk
+            done = False
+            self._complain("a walk through %s failed", self._root.path, error)
+        with self._changed:
+            self._victims = found
+            self._enough = len(found) // 2
+            self._wanted = again and not self._closed
+            self._walks += 1
+            self._full = 0
+            # Walk after walk without any eviction: what they find cannot be evicted, or they find nothing.
+            useful = bool(len(found)) and self.evicted > self._evicted_before
+            self._useless = 0 if useful else self._useless + 1
+            now = time.monotonic()
+            pause = max(PAUSE_S, now - begin) * (1 << min(self._useless, 8)) if self._useless > 1 else 0.0
+            self._barren_until = now + min(max(pause, 0.0 if len(found) else PAUSE_S), _MOST_PAUSE_S)
+            self._evicted_before = self.evicted
+            self._changed.notify_all()
+        return done
 
-    def _walk(self) -> Victims:
+    def _complain(self, what: str, path: str, error: Exception) -> None:
+        """Log the first, second, fourth, eighth … failure: on a disk that is read-only, each one fails."""
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            logger.warning(f"{what} (%d failures so far): %s", path, self._failures, error)
+
+    def _walk(self) -> tuple[Victims, bool]:
+        """What may go, and whether another walk is wanted at once."""
         self._on_walk(None)
         if not self._bounded:
             self._on_walk(names(self._root, self._namespace, lambda: self._closed))
-            return Victims()
+            return Victims(), False
         self._ledger.open()
         count = self._ledger.begin_count()
         found = survey(
@@ -224,7 +255,36 @@ class Room:
             unused_since_ns=time.time_ns() - int(self._ttl_s * 1e9),
             stop=lambda: self._closed,
         )
-        if not self._closed:
-            self._ledger.end_count(count, found.nbytes)
-            self._on_walk(found)
-        return found.victims
+        if self._closed:
+            return Victims(), False
+        again = not self._ledger.end_count(count, found.nbytes)
+        self._on_walk(found)
+        for space, directory in found.empty:
+            if space != self._space:
+                self._ledger.removed(remove_empty(directory) * self._ledger.directory_bytes)
+        return found.victims, again
+
+    def _shrink(self, victims: Victims) -> bool:
+        """Evict what is above the bounds: they were others before, or somebody does not mind them.
+
+        Returns:
+            whether there is more to evict than ``victims``.
+        """
+        before = self.evicted
+        while self._ledger.over and not self._closed and (victim := victims.take()):
+            if self._evict(victim, None):
+                self._ledger.removed(victim.nbytes)
+        return self._ledger.over and self.evicted > before
+
+
+def _move(path: str, moved_to: str) -> None:
+    """Move a file to where temporary files are.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    try:
+        os.rename(path, moved_to)
+    except FileNotFoundError:
+        make_directory(os.path.dirname(moved_to))  # somebody has tidied up
+        os.rename(path, moved_to)

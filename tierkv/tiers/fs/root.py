@@ -88,12 +88,16 @@ class Root:
 
     def _remove_stale(self, now: float) -> None:
         """Remove what writers that died have left, and what the ledger has lost sight of. Others may do the same."""
-        for directory, _, files in os.walk(self.temporary):
-            for name in files:
-                path = os.path.join(directory, name)
+        for directory, _, files in os.walk(self.temporary, topdown=False):
+            if os.path.exists(os.path.join(self.ledger, os.path.basename(directory))):
+                continue  # of a process that the ledger knows, and cares for
+            for path in [os.path.join(directory, name) for name in files]:
                 with contextlib.suppress(OSError):
                     if now - os.stat(path, follow_symlinks=False).st_mtime > STALE_AFTER_S:
                         os.unlink(path)
+            if directory != self.temporary and now - os.stat(directory).st_mtime > STALE_AFTER_S:
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(directory)
 
     def _describe(self, namespace: bytes, description: dict[str, Any]) -> None:
         path = os.path.join(self.of_namespace(namespace), DESCRIPTION)

@@ -125,6 +125,9 @@ class SegmentsLayout:
             self._use(("load", job.job_id), len(job.chunks), part, slots)
         return outcomes
 
+    def stop(self) -> None:
+        self._restore.stop()
+
     def close(self) -> None:
         self._restore.close()
         self._files.close()

@@ -15,6 +15,7 @@ import numpy as np
 
 from tierkv.keys import group_mask
 from tierkv.tiers.fs.known import Words
+from tierkv.tiers.fs.recordfile import TOUCH_NS
 from tierkv.tiers.fs.root import DESCRIPTION, Root
 from tierkv.types import KEY_BYTES, ChunkName, Space
 
@@ -23,6 +24,8 @@ _FAN = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"-(\d+)\.tmp$")
 #: Records that are looked at, at most, before other threads get to run: about half a millisecond.
 _STEP = 64
+#: Directories that were not changed for so long are not about to be used.
+_OLD_S = 3600.0
 
 _RECORD = re.compile(r"((?:[0-9a-f]{2}){16,64})-(\d{1,9})\.tkv")
 
@@ -38,13 +41,15 @@ class Victim(NamedTuple):
 class Victims:
     """Records that may go, in an order.
 
-    They are kept in columns: there may be millions, and of objects that refer to others each garbage collection would
-    look at all, while the engine waits.
+    They are kept in columns: there may be millions. Each garbage collection would look at as many objects, and to let
+    go of them would take the interpreter for long, while the engine waits.
     """
 
     def __init__(self) -> None:
         self._directories: list[str] = []
-        self._names: list[str] = []
+        #: Names of files one behind the other, and where each ends.
+        self._names = bytearray()
+        self._ends = array("Q", [0])
         self._places = array("i")
         self._nbytes = array("q")
         self._used = array("q")
@@ -52,11 +57,12 @@ class Victims:
         #: Of all that were added.
         self.nbytes = 0
 
-    def add(self, directory: str, name: str, nbytes: int, used_ns: int) -> None:
+    def add(self, directory: str, name: bytes, nbytes: int, used_ns: int) -> None:
         """Add the record with file name ``name`` of the space whose directory is ``directory``."""
         if not self._directories or self._directories[-1] != directory:
             self._directories.append(directory)
-        self._names.append(name)
+        self._names += name
+        self._ends.append(len(self._names))
         self._places.append(len(self._directories) - 1)
         self._nbytes.append(nbytes)
         self._used.append(used_ns)
@@ -66,13 +72,15 @@ class Victims:
         """The least recently used, of ``nbytes`` together or a little more, behind those of ``into``."""
         chosen = Victims() if into is None else into
         # By arrays, which are sorted without the interpreter; and then in steps, so that others get to run.
-        order = np.argsort(np.array(self._used, np.int64), kind="stable")
-        total = np.cumsum(np.array(self._nbytes, np.int64)[order])
-        count = min(len(order), int(np.searchsorted(total, nbytes)) + 1) if nbytes > 0 else 0
-        for step in range(0, count, _STEP):
-            _let_others_run()
-            for i in order[step : min(step + _STEP, count)].tolist():
-                chosen.add(self._directories[self._places[i]], self._names[i], self._nbytes[i], self._used[i])
+        order = np.argsort(np.array(self._used, np.int64), kind="stable").tolist()
+        wanted = chosen.nbytes + nbytes
+        for step in range(0, len(order), _STEP):
+            if chosen.nbytes >= wanted:
+                break
+            let_others_run()
+            for i in order[step : step + _STEP]:
+                if chosen.nbytes < wanted:
+                    chosen.add(self._directories[self._places[i]], self._name(i), self._nbytes[i], self._used[i])
         return chosen
 
     def take(self) -> Victim | None:
@@ -81,12 +89,15 @@ class Victims:
             return None
         i = self._taken
         self._taken += 1
-        name = self._names[i]
+        name = self._name(i).decode()
         path = os.path.join(self._directories[self._places[i]], name[:2], name)
         return Victim(path, self._nbytes[i], self._used[i])
 
     def __len__(self) -> int:
-        return len(self._names) - self._taken
+        return len(self._places) - self._taken
+
+    def _name(self, i: int) -> bytes:
+        return bytes(self._names[self._ends[i] : self._ends[i + 1]])
 
 
 @dataclass(slots=True)
@@ -94,12 +105,13 @@ class Survey:
     """What a walk has found.
 
     nbytes: what everything takes. known: of the namespace that was asked for, the first word of each record's key.
-    victims: those that should go first, in that order.
+    victims: those that should go first, in that order. empty: generations of which nothing is left, and where that was.
     """
 
     nbytes: int = 0
     known: array[int] = field(default_factory=lambda: array("Q"))
     victims: Victims = field(default_factory=Victims)
+    empty: list[tuple[Space, str]] = field(default_factory=list)
 
     @property
     def known_words(self) -> Words:
@@ -116,10 +128,10 @@ def spaces(root: Root) -> Iterator[tuple[Space, str]]:
 def records(directory: str) -> Iterator[os.DirEntry[str]]:
     """The files of records below the directory of a space. Lets other threads run now and then."""
     for fan in _subdirectories(directory, _FAN):
-        with contextlib.suppress(FileNotFoundError), os.scandir(fan.path) as entries:
+        with contextlib.suppress(OSError), os.scandir(fan.path) as entries:
             for number, entry in enumerate(entries):
                 if number % _STEP == 0:
-                    _let_others_run()
+                    let_others_run()
                 if _RECORD.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     yield entry
 
@@ -184,22 +196,34 @@ def survey(
                 return found
             try:
                 status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
+            except OSError:  # gone, or out of reach: one bad file is no reason to know nothing of the others
                 continue
             nbytes = size_of(status.st_size)
-            found.nbytes += nbytes
+            found.nbytes += max(nbytes, size_of(512 * status.st_blocks))
             if words is not None:
                 found.known.append(words.of(entry.name))
             newest = max(newest, status.st_atime_ns)
-            candidates.add(directory, entry.name, nbytes, status.st_atime_ns)
-            if candidates.nbytes > 4 * victim_bytes:
+            candidates.add(directory, entry.name.encode(), nbytes, status.st_atime_ns)
+            if candidates.nbytes > 2 * victim_bytes:
                 candidates = candidates.oldest(victim_bytes)
-        abandoned = newest < unused_since_ns or newest <= left.get(space, -1)
+        if not newest and _is_old(directory):
+            found.empty.append((space, directory))
+        abandoned = newest < unused_since_ns or newest + TOUCH_NS <= left.get(space, -1)
         candidates.oldest(victim_bytes, into=first if abandoned else others)
     found.nbytes += _directories(root, size_of)
     found.victims = first.oldest(victim_bytes)
     others.oldest(victim_bytes - found.victims.nbytes, into=found.victims)
     return found
+
+
+def remove_empty(directory: str) -> int:
+    """Remove the directory of a space, and those in it, as far as they are empty; how many went."""
+    count = 0
+    for path, _, _ in os.walk(directory, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(path)
+            count += 1
+    return count
 
 
 class _Words:
@@ -218,7 +242,14 @@ class _Words:
         return int.from_bytes(tail[: KEY_BYTES // 2], "little") ^ mask
 
 
-def _let_others_run() -> None:
+def _is_old(directory: str) -> bool:
+    """Whether nobody is about to make the first record in ``directory``."""
+    with contextlib.suppress(OSError):
+        return time.time() - os.stat(directory).st_mtime > _OLD_S
+    return False
+
+
+def let_others_run() -> None:
     """Leave the interpreter to who waits for it.
 
     System calls do that, too, but those that return at once have it back before anybody has woken up, and what only
@@ -228,7 +259,7 @@ def _let_others_run() -> None:
 
 
 def _subdirectories(path: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
         return [e for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     return []
 
@@ -242,7 +273,7 @@ def _directories(root: Root, size_of: Callable[[int], int]) -> int:
         paths += [directory, *(fan.path for fan in _subdirectories(directory, _FAN))]
     total = 0
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             total += size_of(os.stat(path).st_size)
     return total
 
@@ -252,7 +283,7 @@ def _own_files(path: str, size_of: Callable[[int], int]) -> int:
     total = 0
     for directory, _, files in os.walk(path):
         for name in (".", *files):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 taken = _TEMPORARY.search(name)
                 status = os.stat(os.path.join(directory, name), follow_symlinks=False)
                 total += int(taken[1]) if taken else size_of(status.st_size)

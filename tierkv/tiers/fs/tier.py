@@ -64,6 +64,7 @@ class FsTier(Tier):
         return self._pool.get_finished()
 
     def close(self) -> None:
+        self._layout.stop()
         self._pool.close()
         self._layout.close()
 
