@@ -210,11 +210,13 @@ class Raw:
         return self._spread(self._read)
 
     def write(self, direct: bool) -> float:
-        """Every chunk into the segments; then, not timed, these are flushed: nobody else shall wait for it."""
+        """Every chunk into the segments; then, not timed, these are flushed, so that nobody else waits for that, and
+        dropped from the page cache, which does not hold a tier's whole disk either."""
         segments = self._segments[direct]
         spent = self._spread(lambda number: self._overwrite(segments, number))
         for fd in segments:
             os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return spent
 
     def close(self) -> None:
