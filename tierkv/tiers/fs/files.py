@@ -35,7 +35,7 @@ _MISSES_S = 0.02
 
 #: Chunks of fewer bytes are small; and how long a thread waits for its turn at them.
 _SMALL_BYTES = 128 << 10
-_TURN_S = 0.005
+_TURN_S = 0.05
 
 
 class FilesLayout:

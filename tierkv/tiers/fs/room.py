@@ -28,8 +28,10 @@ from tierkv.types import Space
 
 logger = logging.getLogger(__name__)
 
-#: Which share of the capacity one walk looks for, and the least.
-_VICTIM_SHARE = 10
+#: Which share of the capacity one walk looks for, and the least; and of that, what is left when the next one begins.
+#: So a walk looks at five records for each one that is evicted.
+_VICTIM_SHARE = 4
+_ENOUGH_SHARE = 8
 _LEAST_VICTIM_BYTES = 1 << 30
 #: How long a store tries to get room, waiting for a walk included.
 PATIENCE_S = 10.0
@@ -218,7 +220,7 @@ class Room:
             self._complain("a walk through %s failed", self._root.path, error)
         with self._changed:
             self._victims = found
-            self._enough = len(found) // 2
+            self._enough = len(found) // _ENOUGH_SHARE
             self._wanted = again and not self._closed
             self._walks += 1
             self._full = 0
