@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,6 +148,42 @@ def test_damage_is_found_by_the_next_process(engines: Engines, oracle: Oracle, t
         engine.drain()
         settle(root)
     assert len(records(root)) == 8 and all(map(verifies, records(root)))
+
+
+def test_damaged_segments(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+    """Every 64 KiB a byte is flipped: tables, headers and payloads alike, in use and between two processes."""
+    root = tmp_path / "kv"
+    prompts = [tokens(76 + seed, 8 * BLOCK + 5) for seed in range(3)]
+    expected = oracle("llama", prompts)
+    config = connector(secondary_tiers=[fs(root, "segments")], reset_scope="host")
+    with engines.running("llama", config) as engine:
+        assert same(engine.generate(prompts), expected)
+        engine.drain()
+        time.sleep(0.5)
+        scratch(root / "segments", 1 << 16)
+        assert engine.reset(connector=True)
+        answers = engine.generate(prompts)
+        assert same(answers, expected)
+        assert sum(answer["external"] for answer in answers) < 3 * 8 * BLOCK
+        counted = reasons(engine)
+        assert set(counted) <= set(record.REASONS) and sum(counted.values()) >= 1
+        engine.drain()
+        time.sleep(0.5)
+        assert engine.reset(connector=True)
+        again = engine.generate(prompts)
+        assert same(again, expected) and [a["external"] for a in again] == [8 * BLOCK] * 3, "written anew"
+    scratch(root / "segments", 1 << 16)
+    with engines.running("llama", config) as engine:
+        assert same(engine.generate(prompts), expected)
+
+
+def scratch(directory: Path, every: int) -> None:
+    """Flip a byte of each file every so many bytes, where there is something."""
+    for path in directory.glob("*.tkv"):
+        with path.open("r+b") as file:
+            for position in range(100, path.stat().st_size, every):
+                byte = os.pread(file.fileno(), 1, position)
+                os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), position)
 
 
 def test_a_bounded_root_thrashes_and_answers_stay_right(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:

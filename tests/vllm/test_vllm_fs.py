@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 CHUNK = 2 * BLOCK
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
 @pytest.mark.parametrize("model", ["llama", "gpt-oss"])
-def test_next_process_is_served(model: str, engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+def test_next_process_is_served(model: str, layout: str, engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     """After an orderly end, and after ``kill -9``; nothing is left in shared memory."""
     before = shm_names()
-    config = connector(blocks_per_chunk=2, secondary_tiers=[fs(tmp_path / "kv")])
+    config = connector(blocks_per_chunk=2, secondary_tiers=[fs(tmp_path / "kv", layout)])
     prompts = [tokens(seed, length) for seed, length in ((0, 3 * CHUNK), (1, 515), (2, 5 * CHUNK - 1))]
     hits = [most_hits(len(p), CHUNK) for p in prompts]
     expected = oracle(model, prompts)
@@ -47,10 +48,11 @@ def test_next_process_is_served(model: str, engines: Engines, oracle: Oracle, tm
     assert same(answers, [*expected, *oracle(model, [extra])])
 
 
-def test_killed_while_storing(engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_killed_while_storing(layout: str, engines: Engines, oracle: Oracle, tmp_path: Path) -> None:
     """Whatever a crash has left half-done is not served."""
     before = shm_names()
-    config = connector(secondary_tiers=[fs(tmp_path / "kv")])
+    config = connector(secondary_tiers=[fs(tmp_path / "kv", layout)])
     prompts = [tokens(10 + seed, 900) for seed in range(6)]
     expected = oracle("llama", prompts)
     for crash in range(2):

@@ -74,8 +74,10 @@ def connector(cpu_bytes: int = 64 << 20, **extra: Any) -> Json:
 EXTENSION = {"worker_extension_cls": "tierkv.connector.WorkerExtension"}
 
 
-def fs(root: Path) -> Json:
-    return {"type": "fs", "root_dir": str(root)}
+def fs(root: Path, layout: str = "files") -> Json:
+    if layout == "files":
+        return {"type": "fs", "root_dir": str(root)}
+    return {"type": "fs", "root_dir": str(root), "layout": layout, "capacity_bytes": 64 << 20}
 
 
 def tokens(seed: int, count: int) -> list[int]:

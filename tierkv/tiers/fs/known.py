@@ -65,9 +65,11 @@ class Known:
         """From here on until ``replace``, what is added and removed is kept apart: a walk may have seen it or not."""
         with self._lock:
             self._sort_in()
+            gone = np.fromiter(self._removed_before, np.uint64, len(self._removed_before))
+            still = gone[~_among(self._since, gone)]  # what was added again is there, whatever was before
             self._before += self._since
             self._since = []
-            self._removed_before |= self._removed
+            self._removed_before = self._removed | set(still.tolist())
             self._removed = set()
 
     def replace(self, words: Words) -> None:
