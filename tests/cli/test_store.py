@@ -173,3 +173,61 @@ def test_the_progress_is_shown_to_who_sits_before_it(
     capsys.readouterr()
     assert cli.main(["store", "verify", str(root)]) == 0
     assert "% of 67.5 KiB" in capsys.readouterr().err
+
+
+# Segments.
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Path:
+    """Ten records of one group, in segments, and two in files beside them."""
+    with open_driver(tmp_path / "root", layout="segments", capacity_bytes=8 << 20) as driver:
+        driver.fill(range(10))
+        assert driver.store(some_chunks(10), range(10)).ok.all()
+    with open_driver(tmp_path / "root") as driver:
+        driver.fill(range(2))
+        assert driver.store(some_chunks(2, space=OTHER), range(2)).ok.all()
+    return tmp_path / "root"
+
+
+def store(*argv: object, code: int = 0) -> None:
+    assert cli.main(["store", *map(str, argv)]) == code
+
+
+def test_ls_and_verify_look_into_segments(segments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store("ls", segments, "--json")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["records"], each["bytes"]) for each in found] == [(10, 10 * 4608), (2, 2 * 4608)]
+    assert found[0]["ages"]["1h"] == 10
+    store("verify", segments)
+    assert capsys.readouterr().out == "12 records, 54.0 KiB: 0 damaged\n"
+
+
+def test_damage_in_a_segment_is_found_and_removed(segments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tierkv.tiers.fs import admin
+
+    each = [found for found in admin.stored(admin.open_root(str(segments))) if found.place][4]
+    assert each.place is not None
+    with open(each.path, "r+b") as file:
+        file.seek(each.place[1] + 1000)
+        file.write(b"damage")
+    store("verify", segments, "--json", code=1)
+    bad, total = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (bad["path"], bad["offset"], bad["reason"]) == (each.path, each.place[0], "checksum")
+    assert total == {"records": 12, "damaged": 1, "removed": 0}
+    with open_driver(segments, layout="segments", capacity_bytes=8 << 20):
+        assert cli.main(["store", "verify", str(segments), "--remove"]) == 2
+        assert "is in use by another process" in capsys.readouterr().err
+    store("verify", segments, "--remove")
+    store("verify", segments)
+    assert "11 records" in capsys.readouterr().out
+    with open_driver(segments, layout="segments", capacity_bytes=8 << 20) as driver:
+        result = driver.load(some_chunks(10), range(10))
+        assert result.ok.sum() == 9 and set(result.reasons.values()) == {"absent"}
+
+
+def test_prune_takes_from_both_layouts(segments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store("prune", segments, "--to-bytes", 3 * 4608)
+    assert capsys.readouterr().out == "9 records, 40.5 KiB, removed\n"
+    store("stats", segments, "--json")
+    assert json.loads(capsys.readouterr().out)["records"] == 3

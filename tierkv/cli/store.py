@@ -101,14 +101,15 @@ def run_verify(args: argparse.Namespace) -> int:
         progress.clear()
         problems.append(problem)
         if args.json:
-            _print_json([problem._asdict()])
+            where, place = problem.stored.path, problem.stored.place
+            offset = {} if place is None else {"offset": place[0]}
+            _print_json([{"path": where, **offset, "reason": problem.reason, "detail": problem.detail}])
         else:
-            print(f"{problem.path}: {problem.detail or problem.reason}", flush=True)
+            print(f"{problem.stored}: {problem.detail or problem.reason}", flush=True)
     progress.clear()
     removed = 0
     if args.remove:
-        bad = {problem.path for problem in problems}
-        removed = admin.remove(root, [each for each in admin.stored(root, args.namespace) if each.path in bad])[0]
+        removed = admin.remove(root, [problem.stored for problem in problems])[0]
     if args.json:
         _print_json([{"records": progress.records, "damaged": len(problems), "removed": removed}])
     else:

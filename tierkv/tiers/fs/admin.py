@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple
 
 from tierkv.errors import ConfigError, RecordError
 from tierkv.tiers import record
+from tierkv.tiers.fs.geometry import PAGE, SMALLEST_SLAB, decode_slab_header, table_end
 from tierkv.tiers.fs.ledger import Ledger
 from tierkv.tiers.fs.root import DESCRIPTION, Root
+from tierkv.tiers.fs.segmentfile import lock
 from tierkv.tiers.fs.survey import name_of, records, remove_empty, spaces
 from tierkv.tiers.io import reason_of
 from tierkv.types import ChunkName, Space
@@ -26,17 +29,22 @@ AGES = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "older": math.inf}
 
 
 class Stored(NamedTuple):
-    """A file that is a record by its name.
+    """A file that is a record by its name, or a record in a segment.
 
-    nbytes: its size. used_s: when it was last used, in seconds of the epoch. written: its number, and when it was
-    written: another file, or other content, has another one.
+    nbytes: its size. used_s: when it was last used, in seconds of the epoch; in a segment, when something was last
+    written near it. written: another file, or another header, has another one. place: in a segment, where its header
+    and its payload are.
     """
 
     path: str
     name: ChunkName
     nbytes: int
     used_s: float
-    written: tuple[int, int]
+    written: object
+    place: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.place is None else f"{self.path} at {self.place[0]}"
 
 
 @dataclass(slots=True)
@@ -67,7 +75,7 @@ class SpaceSummary:
 class Problem(NamedTuple):
     """A record that would not be loaded. reason: one of ``record.REASONS``, or what the file system says."""
 
-    path: str
+    stored: Stored
     reason: str
     detail: str
 
@@ -89,7 +97,8 @@ def open_root(path: str) -> Root:
         ConfigError: there is none.
     """
     root = Root(path)
-    if not os.path.isdir(root.temporary) and not any(True for _ in spaces(root)):
+    own = (root.temporary, root.segments)
+    if not any(map(os.path.isdir, own)) and not any(True for _ in spaces(root)):
         raise ConfigError("PATH", f"{path!r} is no root of an fs tier", "the root_dir of one")
     return root
 
@@ -105,6 +114,32 @@ def stored(root: Root, namespace: str = "") -> Iterator[Stored]:
                 name = name_of(space, entry.name)
                 assert name is not None, "records are found by their names"
                 yield Stored(entry.path, name, status.st_size, status.st_atime, _written(status))
+
+    for each in _in_segments(root):
+        if each.name.space.namespace.hex().startswith(namespace):
+            yield each
+
+
+def _in_segments(root: Root) -> Iterator[Stored]:
+    """Every record whose header is intact in the files of the layout ``segments``, whoever owns them."""
+    for path in sorted(glob.glob(os.path.join(glob.escape(root.segments), "segments-*.tkv"))):
+        with open(path, "rb", buffering=0) as file:
+            start = 0
+            while raw := os.pread(file.fileno(), PAGE, start):
+                header = decode_slab_header(raw)
+                if header is None:  # empty: its size is not known, but it is a whole number of the smallest ones
+                    start += SMALLEST_SLAB
+                    continue
+                table = os.pread(file.fileno(), header.slots * record.HEADER_BYTES, start + PAGE)
+                for slot in range(len(table) // record.HEADER_BYTES):
+                    raw = table[slot * record.HEADER_BYTES : (slot + 1) * record.HEADER_BYTES]
+                    with contextlib.suppress(RecordError):
+                        found = record.decode_header(raw)
+                        place = start + PAGE + slot * record.HEADER_BYTES
+                        payload = start + table_end(header.slots) + slot * header.place_bytes
+                        size = record.HEADER_BYTES + found.length
+                        yield Stored(path, found.name, size, header.written_at / 1000, raw[-8:], (place, payload))
+                start += header.slab_bytes
 
 
 def summaries(root: Root, namespace: str = "") -> list[SpaceSummary]:
@@ -138,7 +173,7 @@ def verify(root: Root, namespace: str, on_record: Callable[[int], None]) -> Iter
             _verify(each)
         except (RecordError, OSError) as error:
             if _is_there(each):
-                yield Problem(each.path, reason_of(error), str(error))
+                yield Problem(each, reason_of(error), str(error))
         on_record(each.nbytes)
 
 
@@ -160,25 +195,28 @@ def choose(root: Root, prune: Prune, now: float | None = None) -> list[Stored]:
 def remove(root: Root, chosen: list[Stored]) -> tuple[int, int]:
     """Remove records, but for those that were used since they were chosen; how many went, and their bytes.
 
-    The ledger learns of it: engines that share the root can use the room at once.
+    The ledger learns of it: engines that share the root can use the room soon.
+
+    Raises:
+        ConfigError: one of them is in a segment, and the segments are in use.
     """
-    ledger = Ledger(root, None, 0)
+    ledger, gone = Ledger(root, None, 0), []
     ledger.open()
-    count = nbytes = 0
     try:
-        for each in chosen:
-            with contextlib.suppress(OSError):
-                status = os.stat(each.path, follow_symlinks=False)
-                if status.st_atime > each.used_s or _written(status) != each.written:
-                    continue
-                os.unlink(each.path)
-                ledger.removed(ledger.size_of(each.nbytes))
-                count, nbytes = count + 1, nbytes + each.nbytes
+        with contextlib.ExitStack() as stack:
+            if any(each.place for each in chosen):
+                stack.callback(os.close, lock(root.segments))
+            for each in chosen:
+                with contextlib.suppress(OSError):
+                    if _remove(each):
+                        gone.append(each)
+                        if each.place is None:
+                            ledger.removed(ledger.size_of(each.nbytes))
         for _, directory in list(spaces(root)):
             ledger.removed(remove_empty(directory) * ledger.directory_bytes)
     finally:
         ledger.close()
-    return count, nbytes
+    return len(gone), sum(each.nbytes for each in gone)
 
 
 def used_bytes(root: Root) -> int | None:
@@ -194,13 +232,16 @@ def used_bytes(root: Root) -> int | None:
 
 
 def _verify(each: Stored) -> None:
+    at, payload = each.place or (0, record.HEADER_BYTES)
     with open(each.path, "rb", buffering=0, opener=_open_unnoticed) as file:
-        header = record.decode_header(file.read(record.HEADER_BYTES))
+        header = record.decode_header(os.pread(file.fileno(), record.HEADER_BYTES, at))
         record.check(header, each.name, header.length)
-        record.check_size(header, os.fstat(file.fileno()).st_size)
-        digest = record.PayloadChecksum()
-        while data := file.read(_READ_BYTES):
+        if each.place is None:
+            record.check_size(header, os.fstat(file.fileno()).st_size)
+        digest, end = record.PayloadChecksum(), payload + header.length
+        while data := os.pread(file.fileno(), min(_READ_BYTES, end - payload), payload):
             digest.update(data)
+            payload += len(data)
         record.check_checksum(header, digest.intdigest())
 
 
@@ -216,9 +257,26 @@ def _open_unnoticed(path: str, flags: int) -> int:
 def _is_there(each: Stored) -> bool:
     """Whether it is still the record that it was: one that is evicted is written over."""
     try:
-        return _written(os.stat(each.path, follow_symlinks=False)) == each.written
+        if each.place is None:
+            return _written(os.stat(each.path, follow_symlinks=False)) == each.written
+        with open(each.path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), record.HEADER_BYTES, each.place[0])[-8:] == each.written
     except OSError:
         return False
+
+
+def _remove(each: Stored) -> bool:
+    """Remove a record, or erase its header, if it is still what it was; whether that was done."""
+    if not _is_there(each):
+        return False
+    if each.place is None:
+        if os.stat(each.path, follow_symlinks=False).st_atime > each.used_s:
+            return False
+        os.unlink(each.path)
+    else:
+        with open(each.path, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), bytes(record.HEADER_BYTES), each.place[0])
+    return True
 
 
 def _written(status: os.stat_result) -> tuple[int, int]:

@@ -61,10 +61,10 @@ _WRITTEN_AT = struct.Struct("<Q")
 WRITTEN_AT = _FIELDS.size + _CHECKSUM.size
 
 #: Slabs have 65 · 2^k pages: of chunks of a power of two bytes, a power of two of them fit with their headers.
-_SMALLEST_SLAB = 65 * PAGE
+SMALLEST_SLAB = 65 * PAGE
 #: They are small against the disk space, but for chunks that leave too much of one unused, and not larger than this …
 _SLABS, _FEWEST_SLABS = 128, 32
-_LARGEST_SLAB = _SMALLEST_SLAB << 8
+_LARGEST_SLAB = SMALLEST_SLAB << 8
 #: … nor do they have more slots, since a slab is restored in one step.
 _MOST_SLOTS = 4096
 #: So many are more than the index holds.
@@ -88,8 +88,11 @@ class Where(NamedTuple):
 
 
 class SlabHeader(NamedTuple):
-    """place_bytes, slots: how the slab is cut up. written_at: milliseconds since 1970."""
+    """slab, slab_bytes: its number, and its size. place_bytes, slots: how it is cut up. written_at: milliseconds since
+    1970."""
 
+    slab: int
+    slab_bytes: int
     place_bytes: int
     slots: int
     written_at: int
@@ -151,16 +154,8 @@ class Geometry:
 
     def decode_slab_header(self, slab: int, raw: bytes) -> SlabHeader | None:
         """What the first bytes of ``slab`` say; None if it is empty."""
-        if len(raw) < WRITTEN_AT + _WRITTEN_AT.size:
-            return None
-        magic, version, header_bytes, number, slab_bytes, place_bytes, slots = _FIELDS.unpack_from(raw)
-        (checksum,) = _CHECKSUM.unpack_from(raw, _FIELDS.size)
-        expected = (MAGIC, VERSION, PAGE, slab, self.slab_bytes)
-        if (magic, version, header_bytes, number, slab_bytes) != expected:
-            return None
-        if checksum != record.payload_checksum(raw[: _FIELDS.size]):
-            return None
-        return SlabHeader(place_bytes, slots, *_WRITTEN_AT.unpack_from(raw, WRITTEN_AT))
+        header = decode_slab_header(raw)
+        return header if header and (header.slab, header.slab_bytes) == (slab, self.slab_bytes) else None
 
     def is_foreign(self, raw: bytes) -> bool:
         """Whether the first bytes of a file are those of slabs of another size."""
@@ -175,6 +170,19 @@ class Geometry:
             if (header.place_bytes, header.slots) == (place_bytes, self.slots_in(size_class)):
                 return size_class
         return -1
+
+
+def decode_slab_header(raw: bytes) -> SlabHeader | None:
+    """What the first bytes of a slab say; None if they are no slab's."""
+    if len(raw) < WRITTEN_AT + _WRITTEN_AT.size:
+        return None
+    magic, version, header_bytes, *fields = _FIELDS.unpack_from(raw)
+    (checksum,) = _CHECKSUM.unpack_from(raw, _FIELDS.size)
+    if (magic, version, header_bytes) != (MAGIC, VERSION, PAGE) or checksum != record.payload_checksum(
+        raw[: _FIELDS.size]
+    ):
+        return None
+    return SlabHeader(*fields, *_WRITTEN_AT.unpack_from(raw, WRITTEN_AT))
 
 
 def encode_written_at(milliseconds: int) -> bytes:
@@ -196,7 +204,7 @@ def make_geometry(capacity_bytes: int, chunk_bytes: Sequence[int]) -> Geometry:
         ConfigError: ``capacity_bytes``: there is no room for a slab of each size.
     """
     places = sorted({slot_bytes(size) for size in chunk_bytes})
-    slab = _SMALLEST_SLAB
+    slab = SMALLEST_SLAB
     while slab - _OVERHEAD < _with_header(places[-1]):
         slab *= 2
     if capacity_bytes < len(places) * slab:

@@ -65,7 +65,7 @@ class SegmentFiles:
         self._direct: list[int] = []
         try:
             make_directory(directory)
-            self._lock = [_lock(directory)]
+            self._lock = [lock(directory)]
         except OSError as error:
             raise _unusable(directory, error) from error
         try:
@@ -263,7 +263,7 @@ class SegmentFiles:
                 part.release()
 
 
-def _lock(directory: str) -> int:
+def lock(directory: str) -> int:
     """The descriptor of the directory's lock, which is held until it is closed, or this process has ended."""
     fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
