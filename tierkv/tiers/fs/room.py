@@ -6,8 +6,8 @@ since, the file system says before it is evicted. So processes that share a root
 use.
 
 The file of a record that is evicted for one of the same size becomes that one's: it is moved to where temporary files
-are, and written over. To remove a file and to make another takes ext4 (without a journal) ten times as long for 16 KiB, and
-four times for 1 MiB: it looks for blocks, and for an inode that was not freed lately.
+are, and written over. To remove a file and to make another takes ext4 (without a journal) ten times as long for 16 KiB,
+and four times for 1 MiB: it looks for blocks, and for an inode that was not freed lately.
 """
 
 from __future__ import annotations
