@@ -586,6 +586,99 @@ def test_a_hash_that_no_header_holds_is_not_stored(driver: TierDriver) -> None:
     assert driver.store(long, [0]).reasons == {0: "hash"}
 
 
+@pytest.mark.parametrize("write", [True, False], ids=["written", "read"])
+def test_a_bad_place_costs_what_is_there_and_no_more(root: Path, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
+    """One place of the disk fails: all other chunks are stored and loaded, and the others of its run, too."""
+    name = "pwritev" if write else "preadv"
+    call = getattr(os, name)
+    with TierDriver(maker(root, 2 * SLAB, n_write_threads=1), n_slots=64) as driver:
+        driver.fill(range(32))
+        assert driver.store(some_chunks(32), range(32)).ok.all()
+        place = visible(root)[some_chunks(32).name(20)]
+
+        def failing(fd: int, parts: list[memoryview], position: int) -> int:
+            length = sum(map(len, parts))
+            same = os.path.samestat(os.fstat(fd), os.stat(place.path))
+            if same and position <= place.payload < position + length:
+                raise OSError(errno.EIO, "Input/output error")
+            return call(fd, parts, position)
+
+        monkeypatch.setattr(os, name, failing)
+        if write:
+            stored = [driver.store(some_chunks(32, 1 + seed), range(32)) for seed in range(8)]
+            assert sum(int((~result.ok).sum()) for result in stored) == 1
+            assert [set(result.reasons.values()) for result in stored if result.reasons] == [{"eio"}]
+        else:
+            result = driver.load(some_chunks(32), range(32))
+            assert result.reasons == {20: "eio"}
+            for seed in range(8):
+                assert driver.store(some_chunks(32, 1 + seed), range(32)).ok.all()
+            assert not driver.tier.lookup(some_chunks(32).name(20), REQUEST), "it is used by nobody, and goes"
+
+
+def test_a_disk_that_fails_as_a_whole_is_used_again_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with TierDriver(maker(root, 2 * SLAB), n_slots=64) as driver:
+        driver.fill(range(32))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", failing)
+            for seed in range(4):
+                assert set(driver.store(some_chunks(32, seed), range(32)).reasons.values()) == {"eio"}
+        assert driver.store(some_chunks(32), range(32)).ok.all()
+        assert driver.load(some_chunks(32), range(32)).ok.all()
+
+
+def test_the_same_chunk_twice_fails_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with TierDriver(maker(root, 2 * SLAB, n_write_threads=1), n_slots=64) as driver:
+        driver.fill([0])
+        monkeypatch.setattr(os, "pwritev", failing)
+        twins = some_chunks(8).take([0, 0, 1, 1, 2, 2, 3, 3] * 4)
+        assert not driver.store(twins, [0] * 32).ok.any()
+
+
+def test_what_is_stored_during_a_restore_is_newer_than_what_is_restored(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capacity, go = 8 * SLAB, threading.Event()
+    with TierDriver(maker(root, capacity), n_slots=64) as driver:
+        driver.fill(range(56))
+        for seed in range(9):
+            assert driver.store(some_chunks(56, seed), range(56)).ok.all()
+    read, held = restore.Restore._read, []
+
+    def slow(self: restore.Restore, slab: int, size_class: int) -> restore.Found:
+        if len(held) == 4:
+            go.wait()
+        held.append(slab)
+        return read(self, slab, size_class)
+
+    monkeypatch.setattr(restore.Restore, "_read", slow)
+    with TierDriver(maker(root, capacity), n_slots=64) as driver:
+        driver.fill(range(56))
+        assert driver.store(some_chunks(56, 20), range(56)).ok.all()
+        go.set()
+        assert driver.tier._layout._restore.ended.wait(60)  # type: ignore[attr-defined]
+        assert driver.store(some_chunks(56, 21), range(56)).ok.all()
+        assert all(driver.tier.lookup(some_chunks(56, 20).name(i), REQUEST) for i in range(56))
+
+
+def test_a_damaged_first_slab_costs_no_other(root: Path) -> None:
+    with TierDriver(maker(root, 32 * SLAB), n_slots=64) as driver:
+        driver.fill(range(56))
+        for seed in range(32):
+            assert driver.store(some_chunks(56, seed), range(56)).ok.all()
+    before = len(visible(root))
+    with (root / "segments" / "segments-0.tkv").open("r+b") as file:
+        file.write(b"?")
+    with open_again(root, 32 * SLAB):
+        assert len(visible(root)) >= before - 64
+
+
 # Whatever happens.
 
 

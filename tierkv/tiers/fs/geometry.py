@@ -38,7 +38,7 @@ steps were flushed.)
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -157,12 +157,15 @@ class Geometry:
         header = decode_slab_header(raw)
         return header if header and (header.slab, header.slab_bytes) == (slab, self.slab_bytes) else None
 
-    def is_foreign(self, raw: bytes) -> bool:
-        """Whether the first bytes of a file are those of slabs of another size."""
-        if len(raw) < _FIELDS.size:
-            return False
-        magic, version, _, _, slab_bytes, _, _ = _FIELDS.unpack_from(raw)
-        return ((magic, version) != (MAGIC, VERSION) and any(raw)) or slab_bytes not in (0, self.slab_bytes)
+    def is_foreign(self, read: Callable[[int], bytes], nbytes: int) -> bool:
+        """Whether a file of ``nbytes``, of which ``read`` gives the page at a position, has slabs of another size.
+
+        Its first slab may be empty, or damaged: then one of the next ones tells. Each size is a power of two of the
+        smallest one.
+        """
+        positions = [0, *(SMALLEST_SLAB << k for k in range(12))]
+        headers = (decode_slab_header(read(position)) for position in positions if position < nbytes)
+        return any(header is not None and header.slab_bytes != self.slab_bytes for header in headers)
 
     def size_class(self, header: SlabHeader) -> int:
         """The size class of a slab with this header; -1 if it is of none of ours."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 #: Headers of records, and of slabs, that are looked at in one go.
 _AT_ONCE = 256
 _SLABS_AT_ONCE = 16
+#: Chunks that are put into the index in one go, which holds the GIL.
+_RESTORED_AT_ONCE = 2048
 #: How long to sleep after that.
 _PAUSE_S = 100e-6
 
@@ -77,6 +79,8 @@ class Restore:
         self._cache = cache
         self._formatted = formatted
         self._closing = False
+        #: Slots that were written since the start.
+        self._stored: list[Offsets] = []
         #: Set when the first slab can be used, or none ever will be; and when this is done.
         self.begun, self.ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-restore-0", daemon=True)
@@ -94,6 +98,11 @@ class Restore:
         self.stop()
         self._thread.join()
 
+    def note_stored(self, slots: Offsets) -> None:
+        """``slots`` were written just now, which is later than all that is restored. Under the lock of the cache."""
+        if not self.ended.is_set():
+            self._stored.append(slots)
+
     def _run(self) -> None:
         began, count = time.monotonic(), 0
         try:
@@ -107,7 +116,11 @@ class Restore:
             logger.exception("tier %s: restoring ended early; the slabs that are left are not used", self._name)
         finally:
             self.begun.set()
-            self.ended.set()
+            with self._lock:
+                self.ended.set()
+                for slots in self._stored:
+                    self._cache.touch(slots)
+                self._stored.clear()
 
     def _survey(self) -> list[tuple[int, int]]:
         """Make slabs usable in which nothing can be of ours, those of another model last.
@@ -168,8 +181,10 @@ class Restore:
         with self._lock:
             self._cache.add_slabs(np.array([slab], np.int64), size_class)
             for which, space in _spaces(found, self._namespace):
-                restored = self._cache.restore(_chunks(found.take(which), space), slots[which])
-                count += int(np.count_nonzero(restored))
+                for first in range(0, len(which), _RESTORED_AT_ONCE):
+                    some = which[first : first + _RESTORED_AT_ONCE]
+                    restored = self._cache.restore(_chunks(found.take(some), space), slots[some])
+                    count += int(np.count_nonzero(restored))
         self.begun.set()
         time.sleep(_PAUSE_S)
         return count

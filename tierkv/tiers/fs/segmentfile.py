@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -122,7 +123,14 @@ class SegmentFiles:
                 part[:] = bytes(len(part))
             except OSError as error:
                 part[:] = bytes(len(part))
-                failures[first, last] = error.with_traceback(None)
+                if last - first == 1:
+                    failures[first, last] = error.with_traceback(None)
+                else:  # one that cannot be read is no reason to lose its neighbours
+                    for i in range(first, last):
+                        one, failed = self.read_headers(where.take(np.array([i])), [(0, 1)])
+                        headers[i] = one[0]
+                        if failed:
+                            failures[i, i + 1] = failed[0, 1]
         return headers, failures
 
     def write_payloads(self, where: Where, runs: Sequence[Run], offsets: Offsets, lengths: Offsets) -> None:
@@ -147,8 +155,9 @@ class SegmentFiles:
                     if os.preadv(self._direct[file], parts, position) == wanted:
                         return
                 except OSError as error:
-                    if error.errno != errno.EINVAL:
+                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                         raise
+                    self.alignment = 0
             _read_all(self._fds[file], parts, position)
 
     def flush(self, where: Where) -> None:
@@ -205,10 +214,13 @@ class SegmentFiles:
             for file, size in enumerate(sizes):
                 path = os.path.join(directory, f"segments-{file}.tkv")
                 self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-                foreign = self._geometry.is_foreign(os.pread(self._fds[file], PAGE, 0))
-                before.append(0 if foreign else min(size, os.fstat(self._fds[file]).st_size))
+                if not file:
+                    _claim(self._fds[0], directory)  # whoever removes the file ``lock`` lets nobody else in
+                found = os.fstat(self._fds[file]).st_size
+                foreign = self._geometry.is_foreign(partial(_page, self._fds[file]), found)
+                before.append(0 if foreign else min(size, found))
                 os.ftruncate(self._fds[file], before[file])
-            self._see_that_there_is_room(sizes)
+            self._see_that_there_is_room(directory, sizes)
             for fd, size in zip(self._fds, sizes, strict=True):
                 if size:
                     os.posix_fallocate(fd, 0, size)
@@ -221,13 +233,13 @@ class SegmentFiles:
             raise ConfigError(
                 "capacity_bytes",
                 f"{sum(sizes)} bytes cannot be had ({error.strerror})",
-                f"what there is room for; {_free_bytes(self._fds[0])} bytes are free now",
+                f"what there is room for; {_free_bytes(directory)} bytes are free now",
             ) from error
 
-    def _see_that_there_is_room(self, sizes: Sequence[int]) -> None:
+    def _see_that_there_is_room(self, directory: str, sizes: Sequence[int]) -> None:
         """Rather than find out by taking all there is, which others would feel."""
         missing = sum(sizes) - sum(os.fstat(fd).st_blocks * 512 for fd in self._fds)
-        if missing > _free_bytes(self._fds[0]):
+        if missing > _free_bytes(directory):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open_direct(self, directory: str) -> None:
@@ -267,27 +279,44 @@ def lock(directory: str) -> int:
     """The descriptor of the directory's lock, which is held until it is closed, or this process has ended."""
     fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ConfigError(
-            "root_dir",
-            f"{directory!r} is in use by another process",
-            "a directory of one's own, or the layout files, which can be shared",
-        ) from None
+        _claim(fd, directory)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
+def _claim(fd: int, directory: str) -> None:
+    """Lock ``fd``.
+
+    Raises:
+        ConfigError: ``root_dir``: somebody else has.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            "root_dir",
+            f"{directory!r} is in use by another process",
+            "a directory of one's own, or the layout files, which can be shared",
+        ) from None
+
+
 def _unusable(directory: str, error: OSError) -> ConfigError:
     return ConfigError("root_dir", f"{directory!r} cannot be used ({error.strerror})", "a directory on a local disk")
 
 
-def _free_bytes(fd: int) -> int:
-    status = os.fstatvfs(fd)
+def _free_bytes(directory: str) -> int:
+    status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
+
+
+def _page(fd: int, position: int) -> bytes:
+    """The page at ``position``; nothing if it cannot be read: the slab there is given up when it is its turn."""
+    try:
+        return os.pread(fd, PAGE, position)
+    except OSError:
+        return b""
 
 
 def _now_ms() -> int:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,6 +53,10 @@ CAPACITY = "capacity"
 
 #: Little is restored before the engine is ready: it is waited for this long.
 START_S = 0.25
+
+#: For how long a slot is given to nobody where writing failed; and so many failures in a row are not the places'.
+_BAD_S = 60.0
+_MOST_FAILURES = 4
 
 #: Slots that are touched in one go, which holds the GIL.
 _TOUCHED_AT_ONCE = 1024
@@ -80,13 +86,16 @@ class SegmentsLayout:
         self._room: Offsets = np.array(self._geometry.place_bytes, np.int64)[self._class_of_group]
         self._files = SegmentFiles(root.segments, self._geometry, context.view, direct=config.direct_reads)
         self._lock = threading.Lock()
-        self._cache = HostCache(self._geometry.plan, self._geometry.slot_bytes_of_group, LRUPolicy)
         self._uses = _Uses()
         self._formatting = threading.Lock()
         #: The size class that each slab is cut up for on disk, or -1.
         self._formatted: Offsets = np.full(self._geometry.num_slabs, -1, np.int64)
-        self._restore = Restore(context, self._geometry, self._files, self._lock, self._cache, self._formatted)
+        #: Slots where writing failed, and when to try again.
+        self._bad: deque[tuple[float, Offsets]] = deque()
+        self._num_bad, self._most_bad = 0, self._geometry.plan.num_slots // 8
         try:
+            self._cache = HostCache(self._geometry.plan, self._geometry.slot_bytes_of_group, LRUPolicy)
+            self._restore = Restore(context, self._geometry, self._files, self._lock, self._cache, self._formatted)
             self._restore.start()
         except BaseException:
             self._files.close()
@@ -122,6 +131,8 @@ class SegmentsLayout:
         finally:
             with self._lock:
                 self._cache.unpin(pinned)
+            # What cannot be read must not stay because it is asked for.
+            slots[[not isinstance(outcome, int) for outcome in outcomes]] = -1
             self._use(("load", job.job_id), len(job.chunks), part, slots)
         return outcomes
 
@@ -151,25 +162,70 @@ class SegmentsLayout:
         headers = header_tools.encode(chunks, lengths, job.checksums[numbers])
         self._restore.begun.wait()
         with self._lock:
+            self._give_another_try()
+            known, states = self._cache.locate(chunks.keys)
+            if (states == READY).any():  # what is there must not go for the rest of the batch
+                self._cache.touch(np.unique(known[states == READY]))
             reserved = self._cache.reserve(_indexed(chunks)).slots
             there = self._cache.find(chunks.keys)
-        for i in fitting[there < 0].tolist():
-            outcomes[i] = RecordError(CAPACITY)
-        new = _sorted(reserved)
-        batch = self._batch(reserved[new], chunks.take(new), job.offsets[numbers[new]], lengths[new])
+        failures: dict[int, BaseException] = {}
         try:
-            self._write(batch, headers[new])
-        except BaseException as error:
-            with self._lock:
-                self._cache.abort(batch.slots)
-            there[new] = -1
-            for i in fitting[new].tolist():
-                outcomes[i] = error.with_traceback(None)
-        else:
-            with self._lock:
-                self._cache.commit(batch.slots)
+            for i in fitting[there < 0].tolist():
+                outcomes[i] = RecordError(CAPACITY)
+            new = _sorted(reserved)
+            batch = self._batch(reserved[new], chunks.take(new), job.offsets[numbers[new]], lengths[new])
+            failures = self._write_what_can_be(batch, headers[new])
+        except BaseException as error:  # nobody knows what was written
+            failures = dict.fromkeys(reserved[reserved >= 0].tolist(), error.with_traceback(None))
+        finally:
+            self._end_writing(reserved[reserved >= 0], failures)
+        for i, slot in zip(fitting.tolist(), there.tolist(), strict=True):
+            if slot in failures:  # a twin of the same batch, too
+                outcomes[i] = failures[slot]
+        there[np.isin(there, list(failures))] = -1
         found[fitting] = there
         return outcomes
+
+    def _write_what_can_be(self, batch: _Batch, headers: Headers) -> dict[int, BaseException]:
+        """Write records, one by one if not all of them can be written; the slots where that failed, and why."""
+        try:
+            self._write(batch, headers)
+            return {}
+        except OSError as error:
+            if len(batch.slots) == 1:
+                return {int(batch.slots[0]): error.with_traceback(None)}
+        failures: dict[int, BaseException] = {}
+        for i in range(len(batch.slots)):
+            failures |= self._write_what_can_be(batch.take(np.array([i])), headers[i : i + 1])
+            if len(failures) == _MOST_FAILURES == i + 1:  # it is not the places
+                return dict.fromkeys(batch.slots.tolist(), failures[int(batch.slots[0])])
+        return failures
+
+    def _end_writing(self, slots: Offsets, failures: dict[int, BaseException]) -> None:
+        """Reserved ``slots`` are written but for ``failures``, whose slots are given to nobody for a while.
+
+        A slot that is free is the first to be taken again: one place that cannot be written would fail every store. If
+        nothing could be written, it is not the places.
+        """
+        bad = np.array(list(failures), np.int64)
+        with self._lock:
+            self._cache.commit(slots[~np.isin(slots, bad)])
+            self._restore.note_stored(slots)
+            if not len(bad):
+                return
+            if len(bad) == len(slots) or self._num_bad + len(bad) > self._most_bad:
+                self._cache.abort(bad)
+            else:
+                self._cache.forget(bad)
+                self._bad.append((time.monotonic() + _BAD_S, bad))
+                self._num_bad += len(bad)
+
+    def _give_another_try(self) -> None:
+        """Slots where writing failed some time ago are free again. Under the lock."""
+        while self._bad and self._bad[0][0] <= time.monotonic():
+            slots = self._bad.popleft()[1]
+            self._num_bad -= len(slots)
+            self._cache.abort(slots)
 
     def _fitting(self, chunks: Chunks, lengths: Offsets) -> Offsets:
         """The numbers of those of ``chunks`` that a slot of their group has room for."""
@@ -232,10 +288,15 @@ class SegmentsLayout:
         try:
             self._files.read_payloads(batch.where, (first, last), batch.offsets, batch.lengths)
         except (OSError, RecordError) as error:
-            return [error.with_traceback(None)] * (last - first)
+            if last - first == 1:
+                return [error.with_traceback(None)]
+            # One place that cannot be read is no reason to lose its neighbours.
+            return [
+                self._read_run(batch, i, i + 1, checksums[i - first : i - first + 1])[0] for i in range(first, last)
+            ]
         outcomes: list[int | BaseException] = []
         starts, lengths = batch.offsets[first:last].tolist(), batch.lengths[first:last].tolist()
-        for start, length, checksum in zip(starts, lengths, checksums, strict=True):
+        for start, length, checksum in zip(starts, lengths, checksums, strict=False):
             with self._view[start : start + length] as payload:
                 found = record.payload_checksum(payload)
             right = found == checksum
