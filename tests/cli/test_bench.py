@@ -274,8 +274,10 @@ def test_fs_against_vllm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = check_figures(lines(done.stdout), "fs", 2)
     for layout in fs.LAYOUTS:
-        for measure in ("store", "load, cold", "load, cold: vLLM in 16 jobs", "promotion"):
+        for measure in ("store", "load, cold", "load, cold: vLLM in 16 jobs"):
             assert found[measure, f"{layout}, 32 × 16 KiB"]["ratio"]["median"] > 0
+    for layout in ("files", "segments"):
+        assert found["promotion", f"{layout}, 32 × 16 KiB"]["ratio"]["median"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
