@@ -136,22 +136,27 @@ def shm_names() -> set[str]:
 
 
 def orphaned_shm(before: set[str]) -> set[str]:
-    """Names in ``/dev/shm`` that are not in ``before`` and that no process has open or mapped."""
+    """Names in ``/dev/shm`` that are not in ``before`` and that no process has open or mapped.
+
+    Files are known by their numbers: a semaphore is made under another name than it has afterwards.
+    """
     # Before anybody's maps are read: another test's engine may be making some just now, which it will have mapped then.
-    names = shm_names() - before
-    held: set[str] = set()
+    numbers: dict[str, int] = {}
+    for name in shm_names() - before:
+        with contextlib.suppress(FileNotFoundError):
+            numbers[name] = (SHM / name).stat().st_ino
+    held: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_text().splitlines():
                 if f" {SHM}/" in line:
-                    held.add(line.partition(f"{SHM}/")[2].split("/")[0].split(" ")[0])
+                    held.add(int(line.split()[4]))
         with contextlib.suppress(OSError):
             for entry in os.listdir(process / "fd"):
                 with contextlib.suppress(OSError):
-                    target = os.readlink(process / "fd" / entry)
-                    if target.startswith(f"{SHM}/"):
-                        held.add(target.removeprefix(f"{SHM}/").split("/")[0])
-    return names - held
+                    if os.readlink(process / "fd" / entry).startswith(f"{SHM}/"):
+                        held.add(os.stat(process / "fd" / entry).st_ino)
+    return {name for name, number in numbers.items() if number not in held}
 
 
 def assert_shm_clean(before: set[str], timeout: float = 5.0) -> None:
