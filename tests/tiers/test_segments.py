@@ -694,9 +694,10 @@ def start_churning(root: Path, capacity: int, seed: int) -> subprocess.Popen[str
     return process
 
 
-def test_every_record_that_is_visible_after_a_kill_is_whole(root: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(300, marks=pytest.mark.soak)])
+def test_every_record_that_is_visible_after_a_kill_is_whole(root: Path, kills: int) -> None:
     capacity, rng = 6 * SLAB, random.Random(0)
-    for round_ in range(5):
+    for round_ in range(kills):
         with start_churning(root, capacity, round_) as process:
             if not round_:
                 with pytest.raises(ConfigError, match=r"^root_dir: .*in use by another process"):
