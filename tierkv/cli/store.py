@@ -95,7 +95,8 @@ def run_verify(args: argparse.Namespace) -> int:
     from tierkv.tiers.fs import admin
 
     root = admin.open_root(args.path)
-    progress = _Progress(sum(summary.nbytes for summary in admin.summaries(root, args.namespace)))
+    watched = sys.stderr.isatty()
+    progress = _Progress(sum(each.nbytes for each in admin.stored(root, args.namespace)) if watched else 0)
     problems = []
     for problem in admin.verify(root, args.namespace, progress.add):
         progress.clear()

@@ -180,18 +180,18 @@ def check_payload(header: Header, payload: Buffer) -> int:
         RecordError: ``checksum``.
     """
     found = payload_checksum(payload)
-    check_checksum(header, found)
+    check_checksum(header.checksum, found)
     return found
 
 
-def check_checksum(header: Header, found: int) -> None:
-    """Accept ``found`` as the xxh3-64 of the payload that was stored.
+def check_checksum(stored: int, found: int) -> None:
+    """Accept ``found`` as the xxh3-64 of a payload whose was ``stored`` when it was stored.
 
     Raises:
         RecordError: ``checksum``.
     """
-    if found != header.checksum:
-        raise RecordError("checksum", f"{found:016x}, stored was {header.checksum:016x}")
+    if found != stored:
+        raise RecordError("checksum", f"{found:016x}, stored was {stored:016x}")
 
 
 def verify(record: Buffer, name: ChunkName, length: int) -> Header:

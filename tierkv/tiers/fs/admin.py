@@ -242,7 +242,7 @@ def _verify(each: Stored) -> None:
         while data := os.pread(file.fileno(), min(_READ_BYTES, end - payload), payload):
             digest.update(data)
             payload += len(data)
-        record.check_checksum(header, digest.intdigest())
+        record.check_checksum(header.checksum, digest.intdigest())
 
 
 def _open_unnoticed(path: str, flags: int) -> int:

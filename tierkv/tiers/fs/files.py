@@ -21,12 +21,12 @@ from tierkv.tiers.fs.config import FsTierConfig
 from tierkv.tiers.fs.direct import Reader
 from tierkv.tiers.fs.known import Known
 from tierkv.tiers.fs.ledger import Ledger
-from tierkv.tiers.fs.recordfile import FILE_MODE, holds_record, make_directory, read_record, write_new, write_over
+from tierkv.tiers.fs.recordfile import create, holds_record, make_directory, read_record, write_new, write_over
 from tierkv.tiers.fs.room import Room
 from tierkv.tiers.fs.root import FULL, Root, record_path
 from tierkv.tiers.fs.survey import Survey, word_of
 from tierkv.tiers.io import ABSENT, MOST_CHUNKS, Outcome, one_by_one
-from tierkv.types import Chunks, Flags, LoadJob, Space, StoreJob
+from tierkv.types import Chunks, Flags, LoadJob, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ class FilesLayout:
         self._root = root
         self._view = context.view
         self._fsync = config.fsync
-        self._space: Space | None = None
         self._known = Known()
         self._turns = threading.Lock()
         self._reader = Reader(context.view, direct=config.direct_reads)
@@ -92,12 +91,12 @@ class FilesLayout:
         return found
 
     def store(self, job: StoreJob, part: range) -> Iterable[Outcome]:
-        self._use(job.chunks.space)
+        self._room.use(job.chunks.space)
         with self._turn(job, part):
             yield from one_by_one(partial(self._store, job))(part)
 
     def load(self, job: LoadJob, part: range) -> Iterable[Outcome]:
-        self._use(job.chunks.space)
+        self._room.use(job.chunks.space)
         with self._turn(job, part):
             yield from one_by_one(partial(self._load, job))(part)
 
@@ -141,7 +140,7 @@ class FilesLayout:
             if reused:
                 write_over(temporary, parts, self._ledger.block_bytes, self._fsync)
             else:
-                write_new(self._create(temporary), parts, self._fsync)
+                write_new(create(temporary), parts, self._fsync)
             if os.path.lexists(path):  # another process was quicker
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             self._rename(temporary, path)
@@ -161,14 +160,6 @@ class FilesLayout:
             except FileNotFoundError:
                 self._make_directory(os.path.dirname(path))
         return os.rename(temporary, path)
-
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, FILE_MODE)
-        except FileNotFoundError:  # someone emptied the root while it was in use
-            make_directory(os.path.dirname(path))
-            return os.open(path, flags, FILE_MODE)
 
     def _make_directory(self, path: str) -> None:
         """Make a record's directory and what is missing above it: at most its space's and its namespace's."""
@@ -255,12 +246,6 @@ class FilesLayout:
             if self._keeps_ledger:
                 self._ledger.open()
                 self._ledger.removed(self._ledger.size_of(nbytes))
-
-    def _use(self, space: Space) -> None:
-        """Note which generation this process uses, and which it has left."""
-        if space != self._space:
-            self._space = space
-            self._room.use(space)
 
     def _note_walk(self, found: Survey | None) -> None:
         if found is None:

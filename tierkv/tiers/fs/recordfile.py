@@ -46,12 +46,17 @@ def create_temporary(directory: str) -> tuple[int, str]:
     The name is random rather than the process's id, which is not unique on a shared file system.
     """
     path = os.path.join(directory, f"{os.urandom(16).hex()}.tmp")
+    return create(path), path
+
+
+def create(path: str) -> int:
+    """The descriptor, for writing, of the new file ``path``, whose directory is made if it is missing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        return os.open(path, flags, FILE_MODE), path
+        return os.open(path, flags, FILE_MODE)
     except FileNotFoundError:  # someone emptied the root while it was in use
-        make_directory(directory)
-        return os.open(path, flags, FILE_MODE), path
+        make_directory(os.path.dirname(path))
+        return os.open(path, flags, FILE_MODE)
 
 
 def write_atomically(path: str, data: bytes, temporary_directory: str) -> None:

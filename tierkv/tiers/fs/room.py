@@ -136,6 +136,8 @@ class Room:
 
         Nobody else can be using that, unless its generation has a name: then it has been used since.
         """
+        if space == self._space:
+            return
         if self._space is not None and self._space.generation != FIRST_GENERATION:
             self._left[self._space] = time.time_ns()
         self._left.pop(space, None)

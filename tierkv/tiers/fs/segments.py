@@ -296,11 +296,14 @@ class SegmentsLayout:
             ]
         outcomes: list[int | BaseException] = []
         starts, lengths = batch.offsets[first:last].tolist(), batch.lengths[first:last].tolist()
-        for start, length, checksum in zip(starts, lengths, checksums, strict=False):
+        for start, length, checksum in zip(starts, lengths, checksums, strict=True):
             with self._view[start : start + length] as payload:
                 found = record.payload_checksum(payload)
-            right = found == checksum
-            outcomes.append(found if right else RecordError("checksum", f"{found:016x}, stored was {checksum:016x}"))
+            try:
+                record.check_checksum(checksum, found)
+                outcomes.append(found)
+            except RecordError as error:
+                outcomes.append(error.with_traceback(None))
         return outcomes
 
     def _refuse(self, batch: _Batch) -> None:

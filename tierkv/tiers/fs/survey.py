@@ -72,13 +72,13 @@ class Victims:
         """The least recently used, of ``nbytes`` together or a little more, behind those of ``into``."""
         chosen = Victims() if into is None else into
         # By arrays, which are sorted without the interpreter; and then in steps, so that others get to run.
-        order = np.argsort(np.array(self._used, np.int64), kind="stable").tolist()
+        order = np.argsort(np.array(self._used, np.int64), kind="stable")
         wanted = chosen.nbytes + nbytes
         for step in range(0, len(order), _STEP):
             if chosen.nbytes >= wanted:
                 break
             let_others_run()
-            for i in order[step : step + _STEP]:
+            for i in order[step : step + _STEP].tolist():
                 if chosen.nbytes < wanted:
                     chosen.add(self._directories[self._places[i]], self._name(i), self._nbytes[i], self._used[i])
         return chosen
