@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.tiers.fs import known as known_module
-from tierkv.tiers.fs.known import Known
+from tierkv.tiers import known as known_module
+from tierkv.tiers.known import Known
 
 WORDS = st.integers(0, 20)
 

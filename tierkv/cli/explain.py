@@ -62,7 +62,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
 
 def _read(name: str, path: str) -> dict[str, Any]:
     from tierkv.errors import ConfigError
-    from tierkv.tiers.fs.root import DESCRIPTION
+    from tierkv.tiers.paths import DESCRIPTION
 
     if os.path.isdir(path):
         path = os.path.join(path, DESCRIPTION)

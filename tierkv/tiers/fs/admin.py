@@ -16,10 +16,11 @@ from tierkv.errors import ConfigError, RecordError
 from tierkv.tiers import record
 from tierkv.tiers.fs.geometry import PAGE, SMALLEST_SLAB, decode_slab_header, table_end
 from tierkv.tiers.fs.ledger import Ledger
-from tierkv.tiers.fs.root import DESCRIPTION, Root
+from tierkv.tiers.fs.root import Root
 from tierkv.tiers.fs.segmentfile import lock
-from tierkv.tiers.fs.survey import name_of, records, remove_empty, spaces
+from tierkv.tiers.fs.survey import records, remove_empty, spaces
 from tierkv.tiers.io import reason_of
+from tierkv.tiers.paths import DESCRIPTION, name_of
 from tierkv.types import ChunkName, Space
 
 _READ_BYTES = 1 << 20

@@ -19,13 +19,14 @@ from tierkv.tiers import record
 from tierkv.tiers.base import TierContext
 from tierkv.tiers.fs.config import FsTierConfig
 from tierkv.tiers.fs.direct import Reader
-from tierkv.tiers.fs.known import Known
 from tierkv.tiers.fs.ledger import Ledger
 from tierkv.tiers.fs.recordfile import create, holds_record, make_directory, read_record, write_new, write_over
 from tierkv.tiers.fs.room import Room
-from tierkv.tiers.fs.root import FULL, Root, record_path
+from tierkv.tiers.fs.root import FULL, Root
 from tierkv.tiers.fs.survey import Survey, word_of
 from tierkv.tiers.io import ABSENT, MOST_CHUNKS, Outcome, one_by_one
+from tierkv.tiers.known import Known
+from tierkv.tiers.paths import record_path
 from tierkv.types import Chunks, Flags, LoadJob, StoreJob
 
 logger = logging.getLogger(__name__)

@@ -5,32 +5,28 @@
     root_dir/
       .tmp/<process>/<random>-<bytes>.tmp               what is being written
       .ledger/                                          how much there is: see ``ledger``
-      <namespace>/namespace.json                        the namespace's fields, for people
-      <namespace>/<generation>/<2>/<hash>-<group>.tkv   one record
+      <namespace>/namespace.json                        as ``tierkv.tiers.paths`` says
+      <namespace>/<generation>/<2>/<hash>-<group>.tkv
       segments/                                         all records of the layout ``segments``: see ``geometry``
 
-Namespace, generation and block hash are in full, in hex; ``<2>`` is the first byte of the hash, so that no directory
-grows large, and a few hundred are made, not one for each record. Temporary files have directories of their own: what a
-crash left there is found without a walk through all records.
+Temporary files have directories of their own: what a crash left there is found without a walk through all records.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 from typing import Any
 
 from tierkv.errors import ConfigError
 from tierkv.tiers.fs.recordfile import create_temporary, make_directory, write_atomically
+from tierkv.tiers.paths import DESCRIPTION, description_text, record_path, space_path
 from tierkv.types import ChunkName, Space
 
 logger = logging.getLogger(__name__)
 
-#: The file that describes a namespace.
-DESCRIPTION = "namespace.json"
 #: A temporary file that was not written to for so long has no writer any more.
 STALE_AFTER_S = 3600.0
 #: A disk that is full at start is no reason not to serve what is on it.
@@ -50,7 +46,7 @@ class Root:
         return f"{self.path}/{namespace.hex()}"
 
     def of_space(self, space: Space) -> str:
-        return f"{self.path}/{space.namespace.hex()}/{space.generation.hex()}"
+        return f"{self.path}/{space_path(space)}"
 
     def of_record(self, name: ChunkName) -> str:
         return record_path(self.of_space(name.space), name.group, name.block_hash)
@@ -101,14 +97,8 @@ class Root:
 
     def _describe(self, namespace: bytes, description: dict[str, Any]) -> None:
         path = os.path.join(self.of_namespace(namespace), DESCRIPTION)
-        text = json.dumps(description, indent=2, sort_keys=True).encode() + b"\n"
+        text = description_text(description)
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as present:
             if present.read() == text:
                 return
         write_atomically(path, text, self.temporary)
-
-
-def record_path(space_path: str, group: int, block_hash: bytes) -> str:
-    """Where the record of one chunk lies, given its space's directory."""
-    digits = block_hash.hex()
-    return f"{space_path}/{digits[:2]}/{digits}-{group}.tkv"

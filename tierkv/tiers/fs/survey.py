@@ -13,21 +13,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierkv.keys import group_mask
-from tierkv.tiers.fs.known import Words
 from tierkv.tiers.fs.recordfile import TOUCH_NS
-from tierkv.tiers.fs.root import DESCRIPTION, Root
-from tierkv.types import KEY_BYTES, ChunkName, Space
+from tierkv.tiers.fs.root import Root
+from tierkv.tiers.known import Words
+from tierkv.tiers.paths import DESCRIPTION, DIGEST, FAN, RECORD, KeyWords
+from tierkv.types import Space
 
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_FAN = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"-(\d+)\.tmp$")
 #: Records that are looked at, at most, before other threads get to run: about half a millisecond.
 _STEP = 64
 #: Directories that were not changed for so long are not about to be used.
 _OLD_S = 3600.0
-
-_RECORD = re.compile(r"((?:[0-9a-f]{2}){16,64})-(\d{1,9})\.tkv")
 
 
 class Victim(NamedTuple):
@@ -120,34 +116,28 @@ class Survey:
 
 def spaces(root: Root) -> Iterator[tuple[Space, str]]:
     """Each generation of each namespace below ``root``, and its directory."""
-    for namespace in _subdirectories(root.path, _DIGEST):
-        for generation in _subdirectories(namespace.path, _DIGEST):
+    for namespace in _subdirectories(root.path, DIGEST):
+        for generation in _subdirectories(namespace.path, DIGEST):
             yield Space(bytes.fromhex(namespace.name), bytes.fromhex(generation.name)), generation.path
 
 
 def records(directory: str) -> Iterator[os.DirEntry[str]]:
     """The files of records below the directory of a space. Lets other threads run now and then."""
-    for fan in _subdirectories(directory, _FAN):
+    for fan in _subdirectories(directory, FAN):
         with contextlib.suppress(OSError), os.scandir(fan.path) as entries:
             for number, entry in enumerate(entries):
                 if number % _STEP == 0:
                     let_others_run()
-                if _RECORD.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                if RECORD.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     yield entry
-
-
-def name_of(space: Space, file_name: str) -> ChunkName | None:
-    """The chunk whose record has this file name in the directory of ``space``; None: it is no record's."""
-    match = _RECORD.fullmatch(file_name)
-    return match and ChunkName(space, int(match[2]), bytes.fromhex(match[1]))
 
 
 def word_of(path: str) -> int | None:
     """The first word of the key of the record whose file is ``path``; None: it is no record's path."""
     *_, namespace, generation, _, file_name = path.split(os.sep)
-    if not _RECORD.fullmatch(file_name):
+    if not RECORD.fullmatch(file_name):
         return None
-    return _Words(Space(bytes.fromhex(namespace), bytes.fromhex(generation))).of(file_name)
+    return KeyWords(Space(bytes.fromhex(namespace), bytes.fromhex(generation))).of(file_name)
 
 
 def names(root: Root, namespace: bytes, stop: Callable[[], bool] = lambda: False) -> Survey:
@@ -155,7 +145,7 @@ def names(root: Root, namespace: bytes, stop: Callable[[], bool] = lambda: False
     found = Survey()
     for space, directory in spaces(root):
         if space.namespace == namespace:
-            words = _Words(space)
+            words = KeyWords(space)
             for entry in records(directory):
                 if stop():
                     return found
@@ -189,7 +179,7 @@ def survey(
         found.nbytes += _own_files(path, size_of)
     first, others = Victims(), Victims()
     for space, directory in spaces(root):
-        words = _Words(space) if space.namespace == namespace else None
+        words = KeyWords(space) if space.namespace == namespace else None
         candidates, newest = Victims(), 0
         for entry in records(directory):
             if stop():
@@ -226,22 +216,6 @@ def remove_empty(directory: str) -> int:
     return count
 
 
-class _Words:
-    """The first words of keys of one space, from the names of files."""
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._masks: dict[str, int] = {}
-
-    def of(self, file_name: str) -> int:
-        digits, _, group = file_name[:-4].rpartition("-")
-        mask = self._masks.get(group)
-        if mask is None:
-            mask = self._masks[group] = int(group_mask(self._space, int(group))[0])
-        tail = bytes.fromhex(digits[-2 * KEY_BYTES :])
-        return int.from_bytes(tail[: KEY_BYTES // 2], "little") ^ mask
-
-
 def _is_old(directory: str) -> bool:
     """Whether nobody is about to make the first record in ``directory``."""
     with contextlib.suppress(OSError):
@@ -267,10 +241,10 @@ def _subdirectories(path: str, pattern: re.Pattern[str]) -> list[os.DirEntry[str
 def _directories(root: Root, size_of: Callable[[int], int]) -> int:
     """What all directories take, and the descriptions of namespaces."""
     paths = [root.path]
-    for namespace in _subdirectories(root.path, _DIGEST):
+    for namespace in _subdirectories(root.path, DIGEST):
         paths += [namespace.path, os.path.join(namespace.path, DESCRIPTION)]
     for _, directory in spaces(root):
-        paths += [directory, *(fan.path for fan in _subdirectories(directory, _FAN))]
+        paths += [directory, *(fan.path for fan in _subdirectories(directory, FAN))]
     total = 0
     for path in paths:
         with contextlib.suppress(OSError):
