@@ -37,6 +37,14 @@ class RecordError(TierKVError, ValueError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
+class RemoteError(TierKVError, OSError):
+    """An object store or a peer did not do what it was asked for. ``reason`` is the word that metrics count."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
 class TierClosedError(TierKVError, RuntimeError):
     """A tier was used after ``close()``."""
 

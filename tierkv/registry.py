@@ -15,6 +15,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
     "tier": {
         "fs": "tierkv.tiers.fs:FsTier",
         "memory": "tierkv.tiers.memory:MemoryTier",
+        "obj": "tierkv.tiers.obj:ObjTier",
     },
     "policy": {
         "lru": "tierkv.host.policies.lru:LRUPolicy",

@@ -77,6 +77,7 @@ class WrapperTier(Tier):
         # Its chunks are where the inner tier's are.
         self.hit_source = self._inner.hit_source  # type: ignore[misc]
         self.medium, self.locality = self._inner.medium, self._inner.locality
+        self.stores = self._inner.stores
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-delay-0", daemon=True)
         self._thread.start()
 

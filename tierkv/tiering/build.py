@@ -16,7 +16,7 @@ from tierkv.host.slabs import plan_slabs, region_size, smallest_region
 from tierkv.keys import Namespace
 from tierkv.layout.spec import ModelSpec
 from tierkv.tiering.manager import TieringManager
-from tierkv.tiers.base import Tier, TierContext
+from tierkv.tiers.base import Deadlines, Tier, TierContext
 from tierkv.tiers.throttle import BackpressureConfig, Throttle, build_throttle
 
 #: A small region is ready before the engine is: it is waited for this long.
@@ -108,12 +108,15 @@ def open_tiers(
     """The configured tiers, in order; none is left open if one cannot be opened."""
     opened: list[Tier] = []
     taken: set[str] = set()
+    deadlines = Deadlines(config.lookup_timeout_s, config.load_timeout_s, config.store_timeout_s)
     try:
         for number, raw in enumerate(config.secondary_tiers):
             path = f"secondary_tiers[{number}]"
             tier_class, tier_config = parse_tier(raw, path)
             name = _unique(tier_config.name or tier_config.type, taken)
-            context = TierContext(name, view, namespace.digest, namespace.describe(), wake, tuple(chunk_bytes))
+            context = TierContext(
+                name, view, namespace.digest, namespace.describe(), wake, tuple(chunk_bytes), deadlines
+            )
             try:
                 opened.append(tier_class(tier_config, context))
             except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Host → tiers: every chunk that is stored goes to every tier, from its host copy."""
+"""Host → tiers: every chunk that is stored goes to every tier that takes stores, from its host copy."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Cascades:
     ) -> None:
         self._cache = cache
         self._view = view
-        self._lanes = lanes
+        self._lanes = [lane for lane in lanes if lane.tier.stores]
         self._jobs = jobs
         self._chunk_bytes = chunk_bytes
         self._metrics = metrics
         self._lock = lock
         self._wake = wake
         self._timeout_s = timeout_s
-        self._share = max(1, int(TIER_SHARE * cache.num_slots / max(1, len(lanes))))
+        self._share = max(1, int(TIER_SHARE * cache.num_slots / max(1, len(self._lanes))))
         self._queue: queue.SimpleQueue[Offsets | None] = queue.SimpleQueue()
         self._queued = 0
         self._thread = threading.Thread(target=self._run, name="tierkv-checksum-0", daemon=True)
-        if lanes:
+        if self._lanes:
             self._thread.start()
 
     @property

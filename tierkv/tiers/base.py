@@ -24,10 +24,21 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from tierkv.config import TierConfig
 from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
+
+
+class Deadlines(NamedTuple):
+    """After so many seconds nobody waits for a lookup, a load or a store any more; a tier need not try for longer."""
+
+    lookup_s: float = 10.0
+    load_s: float = 60.0
+    store_s: float = 60.0
+
+
+DEADLINES = Deadlines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,7 @@ class TierContext:
     description: dict[str, Any]
     wake: Callable[[], None] = lambda: None
     chunk_bytes: tuple[int, ...] = ()
+    deadlines: Deadlines = DEADLINES
 
 
 class Tier(abc.ABC):
@@ -66,6 +78,8 @@ class Tier(abc.ABC):
     #: (``RequestContext.load_tiers``); an instance may have its own.
     medium: Medium | None = None
     locality: Locality | None = None
+    #: Whether it is to be given stores; an instance that only reads says no.
+    stores: bool = True
 
     def __init__(self, config: TierConfig, context: TierContext) -> None:
         """Open the tier.

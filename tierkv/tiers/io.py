@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from tierkv.errors import RecordError, TierClosedError
+from tierkv.errors import RecordError, RemoteError, TierClosedError
 from tierkv.types import Checksums, Flags, JobResult
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def one_by_one(task: Callable[[int], int | None]) -> Task:
 
 
 def reason_of(error: BaseException) -> str:
-    """The word that metrics count for ``error``: a record's own reason, an errno's name (``enospc``) or ``error``."""
-    if isinstance(error, RecordError):
+    """The word that metrics count for ``error``: its own reason, an errno's name (``enospc``) or ``error``."""
+    if isinstance(error, RecordError | RemoteError):
         return error.reason
     if isinstance(error, OSError) and error.errno is not None:
         return errno.errorcode.get(error.errno, "error").lower()

@@ -1,0 +1,267 @@
+"""From a configuration to a client of the store (obstore), and from what the client raises to words.
+
+Credentials: those of the configuration; else, for S3, what botocore finds (environment, AWS's files, the machine's
+role), where it is installed; else what obstore finds (environment, the machine's role). They are in no message and no
+``repr``; of what a server says, only the status and the code are shown.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tierkv.errors import ConfigError, RecordError, RemoteError
+from tierkv.tiers.io import ABSENT
+from tierkv.tiers.obj.config import ObjTierConfig
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
+
+#: Pauses between attempts grow from the first to the last.
+_FIRST_PAUSE, _LAST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
+
+
+class Target(NamedTuple):
+    """The client, and what it is of: what stands before the names of objects, and the whole as people write it."""
+
+    store: ObjectStore
+    prefix: str
+    url: str
+
+
+class Problem(NamedTuple):
+    """What an error of the client means.
+
+    reason: the word that metrics count. detail: for people. field: what in the configuration is to blame; empty: none.
+    """
+
+    reason: str
+    detail: str
+    field: str = ""
+
+
+def open_target(config: ObjTierConfig, retry_s: float) -> Target:
+    """The client for ``config``. Nothing is asked yet.
+
+    Args:
+        retry_s: no attempt is begun when the first one is so long ago.
+
+    Raises:
+        ConfigError: a field cannot be used.
+    """
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise ConfigError("type", "obj needs the package obstore", "pip install 'tierkv[obj]'") from error
+    store = config.store
+    retries = {
+        "max_retries": config.max_retries,
+        "retry_timeout": timedelta(seconds=retry_s),
+        "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LAST_PAUSE, "base": 2},
+    }
+    client: dict[str, Any] = {
+        "connect_timeout": _duration(config.connect_timeout_s),
+        "timeout": _duration(config.timeout_s),
+    }
+    if store.ca_bundle:
+        client["root_certificate"] = _certificates(config)
+    parsed = urllib.parse.urlsplit(config.url)
+    prefix = config.prefix.strip("/")
+    try:
+        if not config.url or parsed.scheme in ("s3", "s3a"):
+            bucket = parsed.netloc or store.bucket
+            prefix = "/".join(part for part in (parsed.path.strip("/"), prefix) if part)
+            settings = _s3_settings(config)
+            # A provider, even of fixed credentials: else what the configuration leaves out comes from the environment.
+            provider = _fixed(store) if store.access_key else _found_by_botocore(config, settings)
+            client["allow_http"] = True  # if that is what the endpoint says
+            made: Any = obstore.store.S3Store(
+                bucket, config=settings, client_options=client, retry_config=retries, credential_provider=provider
+            )
+            return Target(made, prefix, f"s3://{bucket}/{prefix}")
+        if parsed.scheme in ("file", "memory"):
+            made = obstore.store.from_url(config.url, **({"mkdir": True} if parsed.scheme == "file" else {}))
+        else:
+            client["allow_http"] = True
+            made = obstore.store.from_url(
+                config.url, config=config.options or None, client_options=client, retry_config=retries
+            )
+        return Target(made, prefix, "/".join(part for part in (config.url.rstrip("/"), prefix) if part))
+    except ConfigError:
+        raise
+    except Exception as error:  # obstore has an exception for each kind of store, and ValueError
+        first = str(error).partition("\n")[0]
+        field = "options" if config.options else "url" if config.url else f"{config.at}bucket"
+        raise ConfigError(field, f"refused by the client: {first}", "what obstore accepts for this store") from error
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What ``error``, of a call of the client, means."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None:
+        return _answered(int(status[1]), code[1] if code else "")
+    if isinstance(error, TimeoutError) or ((kind := _KIND.search(text)) is not None and kind[1] == "Timeout"):
+        return Problem("timeout", "no answer in time", "endpoint_override")
+    if isinstance(error, FileNotFoundError):
+        return Problem(ABSENT, "not there")
+    if "without LOCATION" in text:
+        return Problem("wrong_region", "redirected to another region", "region")
+    if re.search(r"certificate|UnknownIssuer|InvalidContentType|tls|TLS", text):
+        return Problem("unreachable", f"no TLS: {_tls(text)}", "ca_bundle")
+    if kind is not None and kind[1] == "Connect":
+        return Problem("unreachable", "no connection", "endpoint_override")
+    if kind is not None:
+        return Problem("interrupted", f"the connection failed ({kind[1]})", "endpoint_override")
+    if isinstance(error, OSError) and error.errno is not None:
+        return Problem("error", error.strerror or type(error).__name__)
+    name = type(error).__name__
+    if name in ("PermissionDeniedError", "UnauthenticatedError"):
+        return Problem("forbidden", "not allowed", "access_key")
+    return Problem("error", text.partition("\n")[0] or name)
+
+
+def translated(error: BaseException) -> RecordError | RemoteError:
+    """``error``, of a call of the client, as one of tierkv's."""
+    problem = problem_of(error)
+    if problem.reason == ABSENT:
+        return RecordError(ABSENT)
+    return RemoteError(problem.reason, problem.detail)
+
+
+def already_exists(error: BaseException) -> bool:
+    """Whether ``error`` says that there is an object, which was not to be replaced."""
+    return type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
+
+
+def knows_no_conditions(error: BaseException) -> bool:
+    """Whether the store cannot be told not to replace an object."""
+    return type(error).__name__ == "NotSupportedError" or problem_of(error).detail.startswith("501")
+
+
+#: By the code of an answer: the reason, and the field.
+_CODES = {
+    "NoSuchBucket": ("no_bucket", "bucket"),
+    "InvalidBucketName": ("no_bucket", "bucket"),
+    "InvalidAccessKeyId": ("forbidden", "access_key"),
+    "SignatureDoesNotMatch": ("forbidden", "secret_key"),
+    "InvalidToken": ("forbidden", "session_token"),
+    "ExpiredToken": ("forbidden", "session_token"),
+    "AuthorizationHeaderMalformed": ("wrong_region", "region"),
+    "PermanentRedirect": ("wrong_region", "region"),
+    "IllegalLocationConstraintException": ("wrong_region", "region"),
+    "RequestTimeTooSkewed": ("forbidden", ""),
+    "SlowDown": ("busy", ""),
+}
+
+
+def _answered(status: int, code: str) -> Problem:
+    detail = f"{status} {code}".strip()
+    if code in _CODES:
+        reason, field = _CODES[code]
+        return Problem(reason, detail, field)
+    if status == 404:
+        return Problem(ABSENT, detail)
+    if status in (401, 403):
+        return Problem("forbidden", detail, "access_key")
+    if status in (301, 307, 308):
+        return Problem("wrong_region", detail, "region")
+    if status in (429, 503):
+        return Problem("busy", detail, "endpoint_override")
+    return Problem("server_error" if status >= 500 else "refused", detail, "endpoint_override")
+
+
+def _tls(text: str) -> str:
+    """The part of the client's words about TLS that says something."""
+    found = re.search(r"(invalid peer certificate[^\"\n]*|UnknownIssuer|NotValidForName\w*|CertExpired|Expired)", text)
+    return found[1] if found else "the server speaks none, or has a certificate that is not trusted"
+
+
+def _s3_settings(config: ObjTierConfig) -> dict[str, Any]:
+    store = config.store
+    settings: dict[str, Any] = dict(config.options)
+    if store.endpoint_override:
+        endpoint = store.endpoint_override
+        settings["endpoint"] = endpoint if "://" in endpoint else f"{store.scheme or 'http'}://{endpoint}"
+    if store.region:
+        settings["region"] = store.region
+    if config.checksum != "sha256":
+        settings["unsigned_payload"] = True
+    if config.checksum == "crc64nvme":
+        settings["checksum_algorithm"] = "crc64nvme"
+    return settings
+
+
+def _fixed(store: Any) -> Callable[[], dict[str, Any]]:
+    credential = {
+        "access_key_id": store.access_key,
+        "secret_access_key": store.secret_key,
+        "token": store.session_token or None,
+        "expires_at": None,
+    }
+    return lambda: credential
+
+
+def _found_by_botocore(config: ObjTierConfig, settings: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
+    """A provider of the credentials that AWS's own rules find, and their region into ``settings``; None: obstore's.
+
+    Raises:
+        ConfigError: they find none.
+    """
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError as error:
+        if config.profile:
+            raise ConfigError("profile", "needs the package botocore", "pip install 'tierkv[obj]'") from error
+        return None
+    session = botocore.session.Session(profile=config.profile or None)
+    try:
+        credentials = session.get_credentials()
+        region = session.get_config_variable("region")
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError("profile", f"cannot be used: {error}", "one of AWS's configuration files") from error
+    if credentials is None:
+        raise ConfigError(
+            f"{config.at}access_key",
+            "missing, and there are no credentials in the environment, in AWS's files or of this machine",
+            "access_key and secret_key, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+        )
+    if region and "region" not in settings:
+        settings["region"] = region
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        expires: datetime | None = getattr(credentials, "_expiry_time", None)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": expires,
+        }
+
+    return provide
+
+
+def _certificates(config: ObjTierConfig) -> bytes:
+    path = config.store.ca_bundle
+    try:
+        with open(path, "rb") as file:
+            found = file.read()
+    except OSError as error:
+        problem = f"{path!r} cannot be read ({error.strerror})"
+        raise ConfigError(f"{config.at}ca_bundle", problem, "a file of certificates in PEM") from error
+    if b"-----BEGIN CERTIFICATE-----" not in found:
+        raise ConfigError(f"{config.at}ca_bundle", f"{path!r} has no certificate", "a file of certificates in PEM")
+    return found
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"

@@ -1,0 +1,76 @@
+"""What is known of the objects of a bucket, so that not each lookup and each store asks for each one."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from cachetools import TTLCache
+
+from tierkv.tiers.known import Known, Words
+from tierkv.types import Flags
+
+#: For so long nobody asks again for what was not there; and of so many chunks this is remembered.
+ABSENT_S, _MOST_ABSENT = 2.0, 1 << 16
+#: For so long, and of so many, it is remembered that they were refused.
+_REFUSED_S, _MOST_REFUSED = 3600.0, 1 << 16
+
+
+class Verdicts:
+    """By the first words of keys: what is *there*, what was *absent* just now, and what was *refused*.
+
+    All are hints. What was refused was loaded and was no good: it is as absent until somebody has written it anew.
+
+    Thread safety: any method may be called by any thread.
+    """
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self._lock = threading.Lock()
+        self._absent: TTLCache[int, bool] = TTLCache(_MOST_ABSENT, ABSENT_S)
+        self._refused: TTLCache[int, bool] = TTLCache(_MOST_REFUSED, _REFUSED_S)
+
+    def of(self, words: Words) -> tuple[Flags, Flags]:
+        """Which of ``words``, ``(n,)``, are there, and which are not; nothing is known of those that are neither."""
+        there = self.known.has(words)
+        with self._lock:
+            if not self._absent and not self._refused:
+                return there, np.zeros(len(words), np.bool_)
+            not_there = [word in self._absent or word in self._refused for word in words.tolist()]
+        absent = np.array(not_there, np.bool_)
+        return there & ~absent, absent
+
+    def was_absent(self, word: int) -> bool:
+        """Whether it was not there just now."""
+        with self._lock:
+            return word in self._absent
+
+    def was_refused(self, word: int) -> bool:
+        with self._lock:
+            return word in self._refused
+
+    def there(self, word: int) -> None:
+        """Somebody has seen it, or written it."""
+        self.known.add(word)
+        with self._lock:
+            self._absent.pop(word, None)
+
+    def written(self, word: int) -> None:
+        """It is there, and good, whatever it was."""
+        with self._lock:
+            self._refused.pop(word, None)
+        self.there(word)
+
+    def absent(self, word: int) -> None:
+        with self._lock:
+            self._absent[word] = True
+        self.known.remove(word)
+
+    def refused(self, word: int) -> None:
+        with self._lock:
+            self._refused[word] = True
+        self.known.remove(word)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"Verdicts(known={len(self.known)}, absent={len(self._absent)}, refused={len(self._refused)})"
