@@ -56,6 +56,8 @@ def reason_of(error: BaseException) -> str:
     """The word that metrics count for ``error``: its own reason, an errno's name (``enospc``) or ``error``."""
     if isinstance(error, RecordError | RemoteError):
         return error.reason
+    if isinstance(error, TierClosedError):
+        return CLOSED
     if isinstance(error, OSError) and error.errno is not None:
         return errno.errorcode.get(error.errno, "error").lower()
     return "error"
@@ -268,7 +270,7 @@ class IoPool:
     def _word(self, error: BaseException) -> str:
         """``reason_of`` a failure, which is counted, and logged the first, second, fourth, eighth … time."""
         reason = reason_of(error)
-        if reason == ABSENT:
+        if reason in (ABSENT, CLOSED):
             return reason
         with self._lock:
             self._failures[reason] += 1

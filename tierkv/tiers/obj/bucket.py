@@ -164,7 +164,9 @@ class Bucket:
         self._calls.stop()
 
     def close(self) -> None:
+        """End, and close all connections. Nobody else uses it any more."""
         self._calls.close()
+        self.__dict__.pop("_store", None)  # connections live as long as the client
 
     # ── at start ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
+_TLS = re.compile(r"(InvalidCertificate|InvalidMessage|AlertReceived|PeerIncompatible)\(\s*(\w+)")
+_REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
+
+#: What can be wrong about TLS, and the field.
+_TLS_PROBLEMS = {
+    "UnknownIssuer": ("the server's certificate is signed by nobody who is trusted", "ca_bundle"),
+    "InvalidContentType": ("the server speaks no TLS", "endpoint_override"),
+    "Expired": ("the server's certificate has expired", "endpoint_override"),
+    "ExpiredContext": ("the server's certificate has expired", "endpoint_override"),
+    "NotValidForName": ("the server's certificate is another host's", "endpoint_override"),
+    "NotValidForNameContext": ("the server's certificate is another host's", "endpoint_override"),
+}
 
 #: Pauses between attempts grow from the first to the last.
 _FIRST_PAUSE, _LAST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
@@ -107,15 +119,19 @@ def problem_of(error: BaseException) -> Problem:
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
-        return _answered(int(status[1]), code[1] if code else "")
+        problem = _answered(int(status[1]), code[1] if code else "")
+        if problem.field == "region" and (region := _REGION.search(text)):
+            problem = problem._replace(detail=f"{problem.detail}, expects {region[1]}")
+        return problem
     if isinstance(error, TimeoutError) or ((kind := _KIND.search(text)) is not None and kind[1] == "Timeout"):
         return Problem("timeout", "no answer in time", "endpoint_override")
     if isinstance(error, FileNotFoundError):
         return Problem(ABSENT, "not there")
     if "without LOCATION" in text:
         return Problem("wrong_region", "redirected to another region", "region")
-    if re.search(r"certificate|UnknownIssuer|InvalidContentType|tls|TLS", text):
-        return Problem("unreachable", f"no TLS: {_tls(text)}", "ca_bundle")
+    if (tls := _TLS.search(text)) is not None:
+        detail, field = _TLS_PROBLEMS.get(tls[2], (f"TLS failed ({tls[2]})", "endpoint_override"))
+        return Problem("unreachable", detail, field)
     if kind is not None and kind[1] == "Connect":
         return Problem("unreachable", "no connection", "endpoint_override")
     if kind is not None:
@@ -176,12 +192,6 @@ def _answered(status: int, code: str) -> Problem:
     if status in (429, 503):
         return Problem("busy", detail, "endpoint_override")
     return Problem("server_error" if status >= 500 else "refused", detail, "endpoint_override")
-
-
-def _tls(text: str) -> str:
-    """The part of the client's words about TLS that says something."""
-    found = re.search(r"(invalid peer certificate[^\"\n]*|UnknownIssuer|NotValidForName\w*|CertExpired|Expired)", text)
-    return found[1] if found else "the server speaks none, or has a certificate that is not trusted"
 
 
 def _s3_settings(config: ObjTierConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,6 +13,9 @@ from tierkv.errors import ConfigError
 from tierkv.types import Locality
 
 Scheme = Literal["http", "https"]
+
+#: More than what is allowed today: there are old ones, and other stores.
+_BUCKET = re.compile(r"[\w.:-]{1,255}", re.ASCII)
 
 #: Never shown.
 SECRETS = ("access_key", "secret_key", "session_token")
@@ -110,6 +114,8 @@ class ObjTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields
             raise ConfigError(f"{at}bucket", "missing", "the bucket's name, or a url")
         if self.url and "://" not in self.url:
             raise ConfigError("url", f"{self.url!r} has no scheme", "s3://bucket/prefix, gs://…, az://… or file:///…")
+        if found.bucket and not _BUCKET.fullmatch(found.bucket):
+            raise ConfigError(f"{at}bucket", f"{found.bucket!r} is no bucket's name", "a bucket's name")
         if bool(found.access_key) != bool(found.secret_key):
             missing = "secret_key" if found.access_key else "access_key"
             raise ConfigError(f"{at}{missing}", "missing", "access_key and secret_key, or neither")
