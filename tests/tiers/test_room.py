@@ -116,7 +116,7 @@ def test_a_record_that_is_too_large_for_the_root_is_refused(root: Path) -> None:
 
 def test_generations_that_were_left_behind_go_first(root: Path) -> None:
     other = Space(NAMESPACE, new_generation())
-    first, second, third = some_chunks(12), some_chunks(10, space=other), some_chunks(24, seed=2)
+    first, second, third = some_chunks(12), some_chunks(10, seed=1, space=other), some_chunks(24, seed=2)
     with driver_of(root, 40 * SLOT) as driver:
         store_one_by_one(driver, first)
         age(root)
@@ -145,7 +145,7 @@ def test_generations_that_nobody_uses_go_first(root: Path) -> None:
 
 def test_another_namespace_counts_and_goes_when_it_is_the_oldest(root: Path) -> None:
     other = Space(bytes(16), SPACE.generation)
-    theirs, mine = some_chunks(20, space=other), some_chunks(30)
+    theirs, mine = some_chunks(20, space=other), some_chunks(30, seed=1)
     with driver_of(root) as driver:
         store_one_by_one(driver, theirs)
     age(root)
@@ -153,6 +153,8 @@ def test_another_namespace_counts_and_goes_when_it_is_the_oldest(root: Path) -> 
         store_one_by_one(driver, mine)
         left = records(root)
         assert {stem(mine, i) for i in range(30)} <= left
+        gone = [i for i in range(20) if stem(theirs, i) not in left]
+        assert gone == list(range(len(gone))), "the oldest of them first"
         assert len(left) < 40 and disk_bytes(root) <= 40 * SLOT
 
 
@@ -276,6 +278,38 @@ def test_stores_wait_for_a_walk_and_close_does_not(root: Path, monkeypatch: pyte
     begun.clear()
     with driver_of(root, 40 * SLOT):
         assert begun.wait(60)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["waits", "late"])
+def test_who_asked_before_the_first_count_evicts_nothing_if_there_is_room(
+    root: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Before the first count nothing is promised. When it ends, the store waits for it, or is about to (``late``)."""
+    refused, ended = threading.Event(), threading.Event()
+    walk, take = room.Room._walk_once, ledger.Ledger.take
+
+    def waiting(self: room.Room) -> bool:
+        assert refused.wait(60)
+        done = walk(self)
+        ended.set()
+        return done
+
+    def observed(self: ledger.Ledger, nbytes: int, *, ask: bool = True) -> bool:
+        taken = take(self, nbytes, ask=ask)
+        if not taken and not refused.is_set():
+            refused.set()
+            assert not late or ended.wait(60)
+        return taken
+
+    old, new = some_chunks(20), some_chunks(5, seed=1)
+    with driver_of(root) as driver:
+        store_one_by_one(driver, old)
+    monkeypatch.setattr(room.Room, "_walk_once", waiting)
+    monkeypatch.setattr(ledger.Ledger, "take", observed)
+    with driver_of(root, 40 * SLOT) as driver:
+        store_one_by_one(driver, new)
+        assert refused.is_set() and ended.is_set()
+        assert records(root) == {stem(old, i) for i in range(20)} | {stem(new, i) for i in range(5)}
 
 
 # What a process knows of the others.

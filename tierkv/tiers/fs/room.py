@@ -114,14 +114,18 @@ class Room:
             RecordError: ``capacity``: there is no room, and none can be made in time.
         """
         until = time.monotonic() + PATIENCE_S
-        while not self._ledger.take(nbytes, ask=self._full % _ASK_EVERY == 0):
-            victim = self._next_victim(until)
-            if victim is None:
+        while True:
+            walks = self._walks
+            if self._ledger.take(nbytes, ask=self._full % _ASK_EVERY == 0):
+                return False
+            if not self._have_victims(until):
                 self._full = 0
                 if self._ledger.take(nbytes):
                     return False
                 raise RecordError("capacity", f"no room for {nbytes} bytes")
-            self._full += 1
+            victim = self._next_victim(walks)
+            if victim is None:
+                continue
             fits = temporary is not None and victim.nbytes == nbytes and not self._ledger.over
             if not self._evict(victim, temporary if fits else None):
                 continue
@@ -129,7 +133,6 @@ class Room:
                 self._ledger.reuse(nbytes)
                 return True
             self._ledger.removed(victim.nbytes)
-        return False
 
     def use(self, space: Space) -> None:
         """This process uses ``space`` from now on, and not any more what it used before.
@@ -158,8 +161,8 @@ class Room:
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _next_victim(self, until: float) -> Victim | None:
-        """What goes next. Waits for a walk if none is known; None: there is nothing that may go, or not in time."""
+    def _have_victims(self, until: float) -> bool:
+        """Whether there is anything that may go. Waits for a walk if none is known; False also if not in time."""
         with self._changed:
             if len(self._victims) <= self._enough:
                 self._want_walk()
@@ -169,7 +172,19 @@ class Room:
                     self._too_long = self._walks
                 else:
                     self._changed.wait(left)
-            return None if self._closed or time.monotonic() >= until else self._victims.take()
+            return len(self._victims) > 0 and not self._closed and time.monotonic() < until
+
+    def _next_victim(self, walks: int) -> Victim | None:
+        """What goes next, for a store that saw so many ``walks`` and was then told that the root is full.
+
+        None: that is to be asked again. A walk has ended meanwhile, and with it a count, which may have found room: the
+        first one above all, before which nothing is promised. Or others have taken the last victim.
+        """
+        with self._changed:
+            victim = self._victims.take() if self._walks == walks else None
+            if victim is not None:
+                self._full += 1
+            return victim
 
     def _want_walk(self) -> None:
         if time.monotonic() >= self._barren_until:
