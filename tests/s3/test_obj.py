@@ -201,18 +201,21 @@ def test_a_question_ends_where_nothing_is_found(s3: Server, bucket: str) -> None
 
 def test_many_unknown_ones_are_listed_instead(s3: Server, bucket: str) -> None:
     chunks = some_chunks(200)
-    with FaultProxy(s3.endpoint) as proxy:
-        with driver_of(s3, bucket, n_slots=200) as writer, driver_of(s3, bucket, endpoint_override=proxy.url) as reader:
-            assert not any(_found(reader, some_chunks(1, seed=5)))
-            assert isinstance(reader.tier, ObjTier)
-            _wait(lambda: reader.tier._pages is not None, "the first listing")  # type: ignore[attr-defined]
-            writer.fill(range(200))
-            assert writer.store(chunks, range(200)).ok.all()
-            proxy.reset_counts()
-            assert _found(reader, chunks) == [True] * 200
-            assert proxy.count("HEAD") == 8 and proxy.count("GET") == 1
-            assert _found(reader, chunks) == [True] * 200
-            assert proxy.count("HEAD") == 8 and proxy.count("GET") == 1
+    with (
+        FaultProxy(s3.endpoint) as proxy,
+        driver_of(s3, bucket, n_slots=200) as writer,
+        driver_of(s3, bucket, endpoint_override=proxy.url) as reader,
+    ):
+        assert not any(_found(reader, some_chunks(1, seed=5)))
+        assert isinstance(reader.tier, ObjTier)
+        _wait(lambda: reader.tier._pages is not None, "the first listing")  # type: ignore[attr-defined]
+        writer.fill(range(200))
+        assert writer.store(chunks, range(200)).ok.all()
+        proxy.reset_counts()
+        assert _found(reader, chunks) == [True] * 200
+        assert proxy.count("HEAD") == 8 and proxy.count("GET") == 1
+        assert _found(reader, chunks) == [True] * 200
+        assert proxy.count("HEAD") == 8 and proxy.count("GET") == 1
 
 
 # ── reading only ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,7 @@ FAULTS: dict[str, tuple[Fault, set[str]]] = {
     "knows us no more": (s3_error(403, "InvalidAccessKeyId", when=_records), {"forbidden"}),
     "has no such bucket": (s3_error(404, "NoSuchBucket", when=_records), {"no_bucket"}),
     "hangs": (Hang(when=_records), {"timeout"}),
-    "is slow": (Delay(2.0, when=_records), {"timeout"}),
+    "is slow": (Delay(6.0, when=_records), {"timeout"}),
     "hangs up": (Drop(when=_records), {"interrupted"}),
 }
 
@@ -46,8 +46,8 @@ def proxy(s3: Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def driver(s3: Server, bucket: str, proxy: FaultProxy) -> Iterator[TierDriver]:
     """A tier that has stored ``CHUNKS`` from the slots 0 to ``N`` - 1, and is not patient."""
-    fields = {"endpoint_override": proxy.url, "timeout_s": 0.3, "max_retries": 1, "list_interval_s": 0}
-    with driver_of(s3, bucket, deadlines=Deadlines(0.7, 1.0, 1.0), **fields) as driver:
+    fields = {"endpoint_override": proxy.url, "timeout_s": 1.5, "max_retries": 1, "list_interval_s": 0}
+    with driver_of(s3, bucket, deadlines=Deadlines(4.0, 4.0, 4.0), **fields) as driver:
         driver.fill(range(N))
         assert driver.store(CHUNKS, range(N)).ok.all()
         yield driver

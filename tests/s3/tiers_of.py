@@ -26,10 +26,10 @@ def is_record(path: str) -> bool:
     return path.endswith(".tkv")
 
 
-def config_of(s3: Server, bucket: str, **fields: Any) -> ObjTierConfig:
+def config_of(s3: Server, bucket_name: str, **fields: Any) -> ObjTierConfig:
     """The configuration of a tier with patience for tests, with ``fields`` beside or instead of what is needed."""
     needed = {
-        "bucket": bucket,
+        "bucket": bucket_name,
         "access_key": s3.access_key,
         "secret_key": s3.secret_key,
         "endpoint_override": s3.endpoint,
@@ -41,24 +41,24 @@ def config_of(s3: Server, bucket: str, **fields: Any) -> ObjTierConfig:
 
 
 def tier_of(
-    s3: Server, bucket: str, deadlines: Deadlines | None = None, **fields: Any
+    s3: Server, bucket_name: str, deadlines: Deadlines | None = None, **fields: Any
 ) -> Callable[[TierContext], ObjTier]:
     def make(context: TierContext) -> ObjTier:
         if deadlines is not None:
             context = replace(context, deadlines=deadlines)
-        return ObjTier(config_of(s3, bucket, **fields), context)
+        return ObjTier(config_of(s3, bucket_name, **fields), context)
 
     return make
 
 
 def driver_of(
     s3: Server,
-    bucket: str,
+    bucket_name: str,
     *,
     slot_bytes: int = 4096,
     n_slots: int = 64,
     deadlines: Deadlines | None = None,
     **fields: Any,
 ) -> TierDriver:
-    """A tier of ``bucket``, with its driver."""
-    return TierDriver(tier_of(s3, bucket, deadlines, **fields), slot_bytes=slot_bytes, n_slots=n_slots)
+    """A tier of a bucket, with its driver."""
+    return TierDriver(tier_of(s3, bucket_name, deadlines, **fields), slot_bytes=slot_bytes, n_slots=n_slots)

@@ -277,5 +277,6 @@ class IoPool:
             count = self._failures[reason]
         if count & (count - 1) == 0:  # a full disk fails every store
             trace = error if reason == "error" else None
-            logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, error, exc_info=trace)
+            # In words: who keeps what is logged would keep all that the error has gone through.
+            logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, str(error), exc_info=trace)
         return reason

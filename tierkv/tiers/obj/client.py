@@ -28,6 +28,7 @@ _REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
 
 #: What can be wrong about TLS, and the field.
 _TLS_PROBLEMS = {
+    "BadSignature": ("the server's certificate is signed by somebody else", "ca_bundle"),
     "UnknownIssuer": ("the server's certificate is signed by nobody who is trusted", "ca_bundle"),
     "InvalidContentType": ("the server speaks no TLS", "endpoint_override"),
     "Expired": ("the server's certificate has expired", "endpoint_override"),
