@@ -99,6 +99,15 @@ def books(process: Any) -> dict[str, Any]:
     }
 
 
+def breakers(process: Any) -> dict[str, tuple[str, int]]:
+    """Of the first tier, for what it is used: the state of the breaker, and how often it has opened."""
+    manager = _manager(process)
+    with manager._lock:
+        lane = manager._lanes[0]
+        uses = {"asking": lane.asking, "reading": lane.reading, "writing": lane.writing}
+        return {use: (breaker.state, breaker.opened) for use, breaker in uses.items()}
+
+
 def blocks_of_requests(process: Any) -> dict[str, tuple[str, int]]:
     """For each request that is not over, its status and how many device blocks it has."""
     scheduler = process._core.scheduler

@@ -8,7 +8,6 @@ from typing import Literal
 import numpy as np
 
 from tierkv.tiers.io import ABSENT, CLOSED
-from tierkv.tiers.record import REASONS
 from tierkv.types import JobResult
 
 State = Literal["closed", "open", "half-open"]
@@ -19,15 +18,15 @@ FAILURES = 5
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 
-#: Reasons that say something of one chunk, and that the tier is there to say it. ``malformed`` stands for a report
-#: too, which only a broken tier gives; a record of that kind is too rare to make a difference.
-_OF_ONE_CHUNK = frozenset({ABSENT, "capacity", *REASONS}) - {"malformed"}
+#: Reasons that say something of one chunk, and that the tier is there to say it.
+_OF_ONE_CHUNK = frozenset({ABSENT, "capacity"})
 
 
 def is_failure(reason: str) -> bool:
     """Whether ``reason``, why a chunk of a job is not ok, speaks against the tier itself.
 
-    Words that nobody knows do, as do those of the operating system: ``eio``, ``enospc``, ``refused``, ``late``.
+    Words that nobody knows do, as do those of the operating system: ``eio``, ``enospc``, ``refused``, ``late``; and
+    damaged records: a tier that delivers nothing else is of no use, and costs each request the wait for it.
     """
     return reason not in _OF_ONE_CHUNK and reason != CLOSED
 
