@@ -68,9 +68,8 @@ def test_next_process_is_served(model: str, engines: Engines, oracle: Oracle, s3
     assert_shm_clean(before)
 
     with FaultProxy(s3.endpoint) as proxy:
-        config = connector(blocks_per_chunk=2, secondary_tiers=[obj(s3, bucket, url="", prefix="kv", mode="read")])
-        config["kv_connector_extra_config"]["secondary_tiers"][0]["endpoint_override"] = proxy.url
-        second = engines.start(model, config)
+        reader = obj(s3, bucket, prefix="kv", mode="read", endpoint_override=proxy.url)
+        second = engines.start(model, connector(blocks_per_chunk=2, secondary_tiers=[reader]))
         answers = second.generate(prompts)
         assert [a["external"] for a in answers] == hits
         assert same(answers, expected)
