@@ -64,15 +64,24 @@ def reason_of(error: BaseException) -> str:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A job on its way. ``left`` counts chunks that have not ended; all fields change under the pool's lock."""
+class OpenJob:
+    """A job on its way. ``left`` counts chunks that have not ended; all fields change under one lock, its reports'."""
 
     job_id: int
-    task: Task
     ok: Flags
     checksums: Checksums | None
     left: int
     reasons: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, job_id: int, n: int) -> OpenJob:
+        """A job that is to load ``n`` chunks."""
+        return cls(job_id, np.zeros(n, np.bool_), np.zeros(n, np.uint64), n)
+
+    @classmethod
+    def store(cls, job_id: int, n: int) -> OpenJob:
+        """A job that is to store ``n`` chunks."""
+        return cls(job_id, np.zeros(n, np.bool_), None, n)
 
     def end(self, part: range, outcomes: list[int | str | None]) -> JobResult | None:
         """Note what became of a part's chunks, a word for those that are not ok; the job's report, if it was the last.
@@ -94,20 +103,83 @@ class _Job:
         return JobResult(self.job_id, self.ok, self.checksums, self.reasons)
 
 
+class Reports:
+    """What became of jobs: each is reported once, when the last of its chunks has ended.
+
+    Thread safety: any method may be called by any thread.
+    """
+
+    def __init__(self, tier: str, wake: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            tier: its name, for the log.
+            wake: called at each job's end, by the thread that ended it, without a lock.
+        """
+        self._tier = tier
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._finished: deque[JobResult] = deque()
+        self._failures: Counter[str] = Counter()
+
+    def end(self, job: OpenJob, part: range, outcomes: list[int | str | None]) -> None:
+        """Note what became of chunks of ``job``, as ``OpenJob.end`` says."""
+        with self._lock:
+            report = job.end(part, outcomes)
+            if report is not None:
+                self._finished.append(report)
+        if report is None:
+            return
+        try:
+            self._wake()
+        except Exception:
+            logger.exception("tier %s: the wake callback failed", self._tier)
+
+    def end_empty(self, job: OpenJob) -> None:
+        """End a job without chunks; who submits is not to be woken."""
+        assert not job.left
+        with self._lock:
+            self._finished.append(job.report())
+
+    def get_finished(self) -> list[JobResult]:
+        """The jobs that have ended since the last call."""
+        with self._lock:
+            finished = list(self._finished)
+            self._finished.clear()
+        return finished
+
+    def word(self, error: BaseException) -> str:
+        """``reason_of`` a failure, which is counted, and logged the first, second, fourth, eighth … time."""
+        reason = reason_of(error)
+        if reason in (ABSENT, CLOSED):
+            return reason
+        with self._lock:
+            self._failures[reason] += 1
+            count = self._failures[reason]
+        if count & (count - 1) == 0:  # a full disk fails every store
+            trace = error if reason == "error" else None
+            # In words: who keeps what is logged would keep all that the error has gone through.
+            logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, str(error), exc_info=trace)
+        return reason
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"Reports(unreported={len(self._finished)}, failures={dict(self._failures)})"
+
+
 class _Queue:
     """Parts of jobs that wait for one kind of thread. ``ready`` shares the pool's lock."""
 
     def __init__(self, lock: threading.Lock, n_threads: int, most_chunks: int) -> None:
         self.ready = threading.Condition(lock)
-        self.items: deque[tuple[_Job, range]] = deque()
+        self.items: deque[tuple[OpenJob, Task, range]] = deque()
         self.n_threads = n_threads
         self.most_chunks = most_chunks
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: OpenJob, task: Task) -> None:
         """Split ``job`` among the threads: in parts large enough not to cost much, and small enough for all to help."""
         n = job.left
         size = max(1, min(self.most_chunks, n // (4 * self.n_threads)))
-        self.items.extend((job, range(first, min(first + size, n))) for first in range(0, n, size))
+        self.items.extend((job, task, range(first, min(first + size, n))) for first in range(0, n, size))
         self.ready.notify(len(self.items))
 
 
@@ -137,12 +209,10 @@ class IoPool:
             most_chunks: that a part has, at most. For tasks to which a part costs much, and a small chunk little.
         """
         self._tier = tier
-        self._wake = wake
+        self._reports = Reports(tier, wake)
         self._lock = threading.Lock()
         self._reads = _Queue(self._lock, n_readers, most_chunks)
         self._writes = _Queue(self._lock, n_writers, most_chunks)
-        self._finished: deque[JobResult] = deque()
-        self._failures: Counter[str] = Counter()
         self._closed = False
         self._threads: list[threading.Thread] = []
         try:
@@ -159,7 +229,7 @@ class IoPool:
         Raises:
             TierClosedError: the pool is closed.
         """
-        self._submit(self._reads, _Job(job_id, task, np.zeros(n, np.bool_), np.zeros(n, np.uint64), left=n))
+        self._submit(self._reads, OpenJob.load(job_id, n), task)
 
     def write(self, job_id: int, n: int, task: Task) -> None:
         """Run ``task`` on the writers, for ``n`` chunks in all.
@@ -167,14 +237,11 @@ class IoPool:
         Raises:
             TierClosedError: the pool is closed.
         """
-        self._submit(self._writes, _Job(job_id, task, np.zeros(n, np.bool_), None, left=n))
+        self._submit(self._writes, OpenJob.store(job_id, n), task)
 
     def get_finished(self) -> list[JobResult]:
         """The jobs that have ended since the last call."""
-        with self._lock:
-            finished = list(self._finished)
-            self._finished.clear()
-        return finished
+        return self._reports.get_finished()
 
     def close(self) -> None:
         """End: what was not started is not ok (``closed``), what runs is waited for, then the threads end.
@@ -187,8 +254,8 @@ class IoPool:
             for queue in (self._reads, self._writes):
                 queue.items.clear()
                 queue.ready.notify_all()
-        for job, part in dropped:
-            self._end(job, part, [])
+        for job, _, part in dropped:
+            self._reports.end(job, part, [])
         for thread in self._threads:
             thread.join()
 
@@ -196,8 +263,7 @@ class IoPool:
         with self._lock:
             return (
                 f"IoPool({self._tier!r}, reads_waiting={len(self._reads.items)}, "
-                f"writes_waiting={len(self._writes.items)}, "
-                f"unreported={len(self._finished)}, failures={dict(self._failures)}, closed={self._closed})"
+                f"writes_waiting={len(self._writes.items)}, {self._reports!r}, closed={self._closed})"
             )
 
     def _start(self, name: str, queue: _Queue) -> None:
@@ -205,23 +271,23 @@ class IoPool:
         thread.start()
         self._threads.append(thread)
 
-    def _submit(self, queue: _Queue, job: _Job) -> None:
+    def _submit(self, queue: _Queue, job: OpenJob, task: Task) -> None:
         with self._lock:
             if self._closed:
                 raise TierClosedError(f"tier {self._tier!r} is closed")
-            if not job.left:  # without chunks; who submits is not to be woken
-                self._finished.append(job.report())
+            if not job.left:
+                self._reports.end_empty(job)
             else:
-                queue.put(job)
+                queue.put(job, task)
 
     def _run(self, queue: _Queue) -> None:
         while (item := self._next(queue)) is not None:
-            job, part = item
-            self._end(job, part, list(self._outcomes(job.task, part)))
+            job, task, part = item
+            self._reports.end(job, part, list(self._outcomes(task, part)))
             # While this thread waits, nothing of the last job is kept: a task may hold the host region.
-            del item, job
+            del item, job, task
 
-    def _next(self, queue: _Queue) -> tuple[_Job, range] | None:
+    def _next(self, queue: _Queue) -> tuple[OpenJob, Task, range] | None:
         with self._lock:
             while True:
                 while not queue.items and not self._closed:
@@ -247,36 +313,10 @@ class IoPool:
         done = 0
         try:
             for outcome in task(part):
-                yield self._word(outcome) if isinstance(outcome, BaseException) else outcome
+                yield self._reports.word(outcome) if isinstance(outcome, BaseException) else outcome
                 done += 1
                 if self._closed:
                     return
         except BaseException as error:
-            word = self._word(error)
+            word = self._reports.word(error)
             yield from [word] * (len(part) - done)
-
-    def _end(self, job: _Job, part: range, outcomes: list[int | str | None]) -> None:
-        with self._lock:
-            report = job.end(part, outcomes)
-            if report is not None:
-                self._finished.append(report)
-        if report is None:
-            return
-        try:
-            self._wake()
-        except Exception:
-            logger.exception("tier %s: the wake callback failed", self._tier)
-
-    def _word(self, error: BaseException) -> str:
-        """``reason_of`` a failure, which is counted, and logged the first, second, fourth, eighth … time."""
-        reason = reason_of(error)
-        if reason in (ABSENT, CLOSED):
-            return reason
-        with self._lock:
-            self._failures[reason] += 1
-            count = self._failures[reason]
-        if count & (count - 1) == 0:  # a full disk fails every store
-            trace = error if reason == "error" else None
-            # In words: who keeps what is logged would keep all that the error has gone through.
-            logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, str(error), exc_info=trace)
-        return reason
