@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 #: Whether a fault is for the request of this method and path (as sent: percent-encoded, without the query).
@@ -263,29 +264,24 @@ class FaultProxy:
 
     def _serve(self, client: socket.socket) -> None:
         link = _Link(client)
-        server: _Link | None = None
         # OSError: one side has gone, or stop() has closed the connection. ValueError: this is not HTTP.
         try:
             if isinstance(client, ssl.SSLSocket):
                 client.do_handshake()
             while request := link.read_request():
-                server, going_on = self._exchange(link, server, request)
-                if not going_on:
+                if not self._exchange(link, request):
                     break
         except (OSError, ValueError):
             pass
         finally:
-            for opened in (link, server):
-                if opened:
-                    opened.close()
+            self._forget(link)
+            if link.server:
+                self._forget(link.server)
             with self._lock:
-                self._open.discard(client)
-                if server:
-                    self._open.discard(server.socket)
                 self._threads.discard(threading.current_thread())
 
-    def _exchange(self, client: _Link, server: _Link | None, request: _Message) -> tuple[_Link | None, bool]:
-        """Answer a request; the connection to the server for the next one, and whether there can be one."""
+    def _exchange(self, client: _Link, request: _Message) -> bool:
+        """Answer a request; whether there can be another one."""
         method, target, _ = request.start.split(" ")
         path, _, query = target.partition("?")
         seen = Seen(method, path, query, request.headers, len(request.body))
@@ -298,21 +294,21 @@ class FaultProxy:
 
         answer: _Message | None = None
         if not isinstance(fault, Status | Hang | Drop) or fault.forward:
-            if server and server.has_ended():
-                self._forget(server)
-                server = None
-            if not server:
-                server = self._connect()
-            server.send(request.wire())
+            if client.server and client.server.has_ended():
+                self._forget(client.server)
+                client.server = None
+            if not client.server:
+                client.server = self._connect()
+            client.server.send(request.wire())
             seen.reached = True
-            answer = server.read_answer(method)
+            answer = client.server.read_answer(method)
 
         if isinstance(fault, Drop):
-            return server, False
+            return False
         if isinstance(fault, Hang):
             while not self._wait(set_fault, _POLL_S) and not client.has_ended():
                 pass
-            return server, False
+            return False
         if isinstance(fault, Status):
             answer = _canned(fault, method)
         assert answer
@@ -321,12 +317,12 @@ class FaultProxy:
         seen.status = answer.code
         if isinstance(fault, CutBody) and answer.body:
             client.send(answer.wire(int(len(answer.body) * fault.share)))
-            return server, False
+            return False
         if isinstance(fault, Slow):
             self._trickle(client, answer, set_fault, fault.bytes_per_second)
         else:
             client.send(answer.wire())
-        return server, not (request.last or answer.last)
+        return not (request.last or answer.last)
 
     def _trickle(self, client: _Link, answer: _Message, set_fault: Fault | None, speed: float) -> None:
         whole = answer.wire()
@@ -409,7 +405,9 @@ class _Link:
 
     def __init__(self, opened: socket.socket) -> None:
         self.socket = opened
-        self._file: IO[bytes] = opened.makefile("rb", 1 << 16)
+        self.server: _Link | None = None
+        """Of a client's link: the one on which its requests go on."""
+        self._file: BufferedReader = opened.makefile("rb")
 
     def close(self) -> None:
         self._file.close()

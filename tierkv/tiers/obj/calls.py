@@ -1,15 +1,23 @@
-"""Calls of the store that end in time: whatever a server does, and when the tier is closed."""
+"""Calls of the store, on one thread: so many at a time, and each ends in time, whatever a server does.
+
+A call is a coroutine. It is cancelled when nobody waits for it any more, and when the tier is closed: then the client
+drops its connection, and lets go of the memory that it was sending from.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from tierkv.errors import TierClosedError
+from tierkv.errors import RemoteError, TierClosedError
+from tierkv.tiers.io import CLOSED, OpenJob, Reports
+from tierkv.types import JobResult
 
 _T = TypeVar("_T")
 
@@ -18,28 +26,25 @@ _LET_GO_S = 5.0
 
 
 class Calls:
-    """A thread, ``tierkv-<tier>-http-0``, whose event loop runs the calls of all others.
+    """A thread, ``tierkv-<tier>-http-0``, with the event loop that all calls run on.
 
     Thread safety: any method may be called by any thread but that one.
     """
 
     def __init__(self, tier: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._open: set[concurrent.futures.Future[Any]] = set()
+        self._waited_for: set[concurrent.futures.Future[Any]] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier}-http-0", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # no more threads to be had
-            self._loop.close()
+            self.loop.close()
             raise
 
-    def run(self, call: Coroutine[Any, Any, _T], until: float) -> _T:
-        """What ``call`` returns.
-
-        Args:
-            until: when to give it up (``time.monotonic``).
+    def run(self, call: Coroutine[Any, Any, _T], seconds: float) -> _T:
+        """What ``call`` returns, which is given up after ``seconds``.
 
         Raises:
             TimeoutError: it was given up. TierClosedError: the tier is being closed. And whatever it raises.
@@ -48,57 +53,195 @@ class Calls:
             if self._closed:
                 call.close()
                 raise TierClosedError("closed")
-            future = asyncio.run_coroutine_threadsafe(_until(call, until - time.monotonic()), self._loop)
-            self._open.add(future)
+            future = asyncio.run_coroutine_threadsafe(_in_time(call, seconds), self.loop)
+            self._waited_for.add(future)
         try:
             return future.result()
-        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+        except concurrent.futures.CancelledError:
             raise TierClosedError("closed") from None
         finally:
             with self._lock:
-                self._open.discard(future)
+                self._waited_for.discard(future)
 
     def stop(self) -> None:
-        """Give up all calls, and take no more."""
+        """Give up the calls that are waited for, and take no more."""
         with self._lock:
             self._closed = True
-            given_up = list(self._open)
+            given_up = list(self._waited_for)
         for future in given_up:
             future.cancel()
 
     def close(self) -> None:
-        """End the thread. Nobody runs calls any more."""
+        """End the thread, when all that was given up has let go. Nobody runs calls any more."""
         self.stop()
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
-            self._loop.close()
+            self.loop.close()
 
 
-async def _until(call: Coroutine[Any, Any, _T], seconds: float) -> _T:
+async def _in_time(call: Coroutine[Any, Any, _T], seconds: float) -> _T:
     try:
-        return await asyncio.wait_for(call, max(0.0, seconds))
-    except asyncio.TimeoutError:
+        return await asyncio.wait_for(call, seconds)
+    except asyncio.TimeoutError:  # a built-in since Python 3.11
         raise TimeoutError("given up") from None
 
 
-def let_go(view: memoryview) -> None:
+async def let_go(view: memoryview) -> None:
     """Release ``view``, once the client, which may have been interrupted, does not send from it any more."""
-    until = time.monotonic() + _LET_GO_S
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _LET_GO_S
     while True:
         try:
             return view.release()
         except BufferError:
-            if time.monotonic() > until:
+            if loop.time() > until:
                 raise
-            time.sleep(0.001)
+            await asyncio.sleep(0.001)
+
+
+#: What is to be done with one chunk of a job, given by its index: the checksum that a load has verified, or None.
+ChunkCall = Callable[[int], Coroutine[Any, Any, "int | None"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk that waits for its turn. until: when nobody waits for it any more (``time.monotonic``)."""
+
+    job: OpenJob
+    index: int
+    call: ChunkCall
+    until: float
+
+
+class _Turns:
+    """Chunks that wait, in order, and the calls that run, at most ``most`` at a time. For the loop's thread alone."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.waiting: deque[_Chunk] = deque()
+        self.running: set[asyncio.Task[int | None]] = set()
+
+
+class CallPool:
+    """Jobs whose chunks are calls: the interface of ``IoPool``, without its threads.
+
+    A chunk's outcome that is an exception makes it not ok, with ``reason_of`` it. Each job is reported exactly once, on
+    ``close`` too. Chunks start in the order in which they came.
+
+    Thread safety: any method may be called by any thread but the loop's.
+    """
+
+    def __init__(
+        self, tier: str, calls: Calls, n_reads: int, n_writes: int, wake: Callable[[], None] = lambda: None
+    ) -> None:
+        self._tier = tier
+        self._loop = calls.loop
+        self._reports = Reports(tier, wake)
+        self._lock = threading.Lock()
+        self._reads, self._writes = _Turns(n_reads), _Turns(n_writes)
+        self._closed = False
+        self._idle = threading.Event()
+
+    def read(self, job_id: int, n: int, call: ChunkCall, until: float) -> None:
+        """Make ``call`` for each of ``n`` chunks. What was not done by ``until`` is given up (``timeout``).
+
+        Raises:
+            TierClosedError: the pool is closed.
+        """
+        self._submit(self._reads, OpenJob.load(job_id, n), n, call, until)
+
+    def write(self, job_id: int, n: int, call: ChunkCall, until: float) -> None:
+        """As ``read``, in turns of its own."""
+        self._submit(self._writes, OpenJob.store(job_id, n), n, call, until)
+
+    def get_finished(self) -> list[JobResult]:
+        """The jobs that have ended since the last call."""
+        return self._reports.get_finished()
+
+    def close(self) -> None:
+        """End: what was not started, and what runs, is not ok (``closed``). Returns when nothing runs any more."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            if first:  # behind whatever was submitted
+                self._loop.call_soon_threadsafe(self._give_up)
+        self._idle.wait()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(
+            f"{kind}_{what}={len(of)}"
+            for kind, turns in (("reads", self._reads), ("writes", self._writes))
+            for what, of in (("waiting", turns.waiting), ("running", turns.running))
+        )
+        return f"CallPool({self._tier!r}, {counts}, {self._reports!r}, closed={self._closed})"
+
+    # ── any thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _submit(self, turns: _Turns, job: OpenJob, n: int, call: ChunkCall, until: float) -> None:
+        with self._lock:
+            if self._closed:
+                raise TierClosedError(f"tier {self._tier!r} is closed")
+            if n:
+                chunks = [_Chunk(job, index, call, until) for index in range(n)]
+                self._loop.call_soon_threadsafe(self._take, turns, chunks)
+            else:
+                self._reports.end_empty(job)
+
+    # ── the loop's thread ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take(self, turns: _Turns, chunks: list[_Chunk]) -> None:
+        turns.waiting.extend(chunks)
+        self._go_on(turns)
+
+    def _go_on(self, turns: _Turns) -> None:
+        while turns.waiting and len(turns.running) < turns.most:
+            chunk = turns.waiting.popleft()
+            if self._loop.time() >= chunk.until:
+                self._end(chunk, self._late())
+                continue
+            task = self._loop.create_task(chunk.call(chunk.index))
+            timer = self._loop.call_at(chunk.until, task.cancel)
+            turns.running.add(task)
+            task.add_done_callback(partial(self._ended, turns, chunk, timer))
+
+    def _ended(self, turns: _Turns, chunk: _Chunk, timer: asyncio.TimerHandle, task: asyncio.Task[int | None]) -> None:
+        timer.cancel()
+        turns.running.discard(task)
+        if task.cancelled():
+            outcome: int | str | None = CLOSED if self._closed else self._late()
+        else:
+            error = task.exception()
+            outcome = task.result() if error is None else self._reports.word(error)
+        self._end(chunk, outcome)
+        self._go_on(turns)
+        if self._closed:
+            self._note_idle()
+
+    def _end(self, chunk: _Chunk, outcome: int | str | None) -> None:
+        self._reports.end(chunk.job, range(chunk.index, chunk.index + 1), [outcome])
+
+    def _late(self) -> str:
+        return self._reports.word(RemoteError("timeout", "nobody waits for it any more"))
+
+    def _give_up(self) -> None:
+        for turns in (self._reads, self._writes):
+            while turns.waiting:
+                self._end(turns.waiting.popleft(), CLOSED)
+            for task in turns.running:
+                task.cancel()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._reads.running and not self._writes.running:
+            self._idle.set()

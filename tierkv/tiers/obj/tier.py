@@ -24,9 +24,10 @@ from tierkv.errors import RecordError, RemoteError, TierClosedError
 from tierkv.keys import make_chunks
 from tierkv.tiers import record
 from tierkv.tiers.base import Tier, TierContext
-from tierkv.tiers.io import ABSENT, IoPool, one_by_one
+from tierkv.tiers.io import ABSENT
 from tierkv.tiers.known import Words
 from tierkv.tiers.obj.bucket import Bucket
+from tierkv.tiers.obj.calls import CallPool
 from tierkv.tiers.obj.config import ObjTierConfig
 from tierkv.tiers.obj.verdicts import Verdicts
 from tierkv.tiers.paths import DESCRIPTION, RECORD, KeyWords, description_text, record_path, space_path
@@ -45,8 +46,8 @@ _LIST_S = 300.0
 class ObjTier(Tier):
     """Records as objects in a bucket.
 
-    Thread safety: as every tier. Readers and writers (``IoPool``) and lookup threads wait for calls that run on the
-    thread of ``Calls``; one more, ``tierkv-<tier>-list-0``, lists.
+    Thread safety: as every tier. Jobs are done on the thread of ``Calls``, where lookup threads wait for calls; one more,
+    ``tierkv-<tier>-list-0``, lists.
     """
 
     Config: ClassVar[type[TierConfig]] = ObjTierConfig
@@ -69,20 +70,16 @@ class ObjTier(Tier):
         self._pages: int | None = None
         self._listing = threading.Lock()
         self._bucket = Bucket(config, context.name, max(context.deadlines.load_s, context.deadlines.store_s))
-        self._pool: IoPool | None = None
+        n_reads, n_writes = config.n_read_connections, config.n_write_connections
+        if config.io_threads is not None:
+            n_reads = n_writes = config.io_threads
+        self._jobs = CallPool(context.name, self._bucket.calls, n_reads, n_writes, context.wake)
+        self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-list-0", daemon=True)
         try:
             self._check(context)
-            readers, writers = config.n_read_connections, config.n_write_connections
-            if config.io_threads is not None:
-                readers = writers = config.io_threads
-            # One chunk at a time: the first of a request are there first, and all connections are in use.
-            self._pool = IoPool(context.name, readers, writers if self.stores else 0, context.wake, most_chunks=1)
-            self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-list-0", daemon=True)
             self._thread.start()
         except BaseException:  # nothing may be left behind by a constructor that raises
-            self._bucket.stop()
-            if self._pool is not None:
-                self._pool.close()
+            self._jobs.close()
             self._bucket.close()
             raise
 
@@ -104,20 +101,21 @@ class ObjTier(Tier):
             part = unknown[asked : asked + step]
             found = self._ask(chunks, part, until)
             there[part] = found
-            if not found.any():
-                break
             asked += len(part)
+            if not found.any():
+                self._verdicts.likely_absent(words[unknown[asked:]])
+                break
             step = min(2 * step, self._n_lookups)
         answers: list[bool] = there.tolist()
         return answers
 
     def submit_store(self, job: StoreJob) -> None:
         until = time.monotonic() + self.context.deadlines.store_s
-        self._jobs.write(job.job_id, len(job.chunks), one_by_one(partial(self._store, job, until)))
+        self._jobs.write(job.job_id, len(job.chunks), partial(self._store, job), until)
 
     def submit_load(self, job: LoadJob) -> None:
         until = time.monotonic() + self.context.deadlines.load_s
-        self._jobs.read(job.job_id, len(job.chunks), one_by_one(partial(self._load, job, until)))
+        self._jobs.read(job.job_id, len(job.chunks), partial(self._load, job), until)
 
     def get_finished_jobs(self) -> list[JobResult]:
         return self._jobs.get_finished()
@@ -136,30 +134,29 @@ class ObjTier(Tier):
 
     # ── storing and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _store(self, job: StoreJob, until: float, index: int) -> None:
+    async def _store(self, job: StoreJob, index: int) -> None:
         name, length = job.chunks.name(index), int(job.lengths[index])
         word = int(job.chunks.keys[index, 0])
         refused = self._verdicts.was_refused(word)
         if not refused and self._verdicts.known.has(job.chunks.keys[index : index + 1, 0])[0]:
             return
-        path = self._path(name)
-        nbytes = record.HEADER_BYTES + length
+        path, objects = self._path(name), self._bucket.objects
         replace = refused
         if not (refused or self._verdicts.was_absent(word)):
-            found = self._bucket.size(path, until)
-            if found == nbytes:
+            found = await objects.size(path)
+            if found == record.HEADER_BYTES + length:
                 self._verdicts.there(word)
                 return
             replace = found is not None  # no record of this chunk
         header = record.encode_header(name, length, int(job.checksums[index]))
         with self._slice(int(job.offsets[index]), length) as payload:
-            self._bucket.write(path, [header, payload], until, replace=replace)
+            await objects.write(path, [header, payload], replace=replace)
         self._verdicts.written(word)
 
-    def _load(self, job: LoadJob, until: float, index: int) -> int:
+    async def _load(self, job: LoadJob, index: int) -> int:
         word = int(job.chunks.keys[index, 0])
         try:
-            checksum = self._read(job, until, index)
+            checksum = await self._read(job, index)
         except RecordError as error:
             if error.reason == ABSENT:
                 self._verdicts.absent(word)
@@ -169,14 +166,13 @@ class ObjTier(Tier):
         self._verdicts.there(word)
         return checksum
 
-    def _read(self, job: LoadJob, until: float, index: int) -> int:
+    async def _read(self, job: LoadJob, index: int) -> int:
         name, length = job.chunks.name(index), int(job.lengths[index])
-        size, pieces = self._bucket.read(self._path(name), until)
-        header: record.Header | None = None
-        head, done = b"", 0
+        size, pieces = await self._bucket.objects.read(self._path(name), record.HEADER_BYTES + length)
         with self._slice(int(job.offsets[index]), length) as payload:
-            target = np.frombuffer(payload, np.uint8)
-            for piece in pieces:
+            header: record.Header | None = None
+            head, done = b"", 0
+            async for piece in pieces:
                 if header is None:
                     missing = record.HEADER_BYTES - len(head)
                     head, piece = head + bytes(piece[:missing]), piece[missing:]
@@ -187,10 +183,8 @@ class ObjTier(Tier):
                     record.check_size(header, size)
                 if done + len(piece) > length:
                     raise RecordError("length", f"more than {length} bytes")
-                # By numpy, which lets others run meanwhile.
-                target[done : done + len(piece)] = np.frombuffer(piece, np.uint8)
+                _copy(piece, payload[done : done + len(piece)])
                 done += len(piece)
-            del target
             if header is None:
                 header = record.decode_header(head)  # says that it is too short
             record.check_size(header, record.HEADER_BYTES + done)
@@ -252,9 +246,11 @@ class ObjTier(Tier):
                 if self._closed:
                     return
                 space = self._space
-            if space is None or not self._list_interval_s:
+            if space is None:
                 continue
             listed = space
+            if not self._list_interval_s:
+                continue
             try:
                 self._list(space, time.monotonic() + _LIST_S)
             except TierClosedError:
@@ -279,11 +275,6 @@ class ObjTier(Tier):
         assert isinstance(config, ObjTierConfig)
         self._bucket.check(directory, description, time.monotonic() + config.connect_timeout_s + config.timeout_s)
 
-    @property
-    def _jobs(self) -> IoPool:
-        assert self._pool is not None
-        return self._pool
-
     def _path(self, name: ChunkName) -> str:
         return record_path(space_path(name.space), name.group, name.block_hash)
 
@@ -291,3 +282,9 @@ class ObjTier(Tier):
         """A part of the region. To be released by ``with``: while it lives, the region cannot be unmapped."""
         assert offset >= 0 and offset + length <= len(self.context.view), "a job's chunk lies within the region"
         return self.context.view[offset : offset + length]
+
+
+def _copy(piece: memoryview, target: memoryview) -> None:
+    """By numpy, which lets other threads run meanwhile."""
+    with target:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(piece, np.uint8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import numpy as np
 from cachetools import TTLCache
@@ -10,8 +12,9 @@ from cachetools import TTLCache
 from tierkv.tiers.known import Known, Words
 from tierkv.types import Flags
 
-#: For so long nobody asks again for what was not there; and of so many chunks this is remembered.
-ABSENT_S, _MOST_ABSENT = 2.0, 1 << 16
+#: For so long nobody looks again for what was not there; who has computed it meanwhile stores it without asking for it
+#: first, for longer: it is written under the condition that it is not there. Of so many chunks this is remembered.
+ABSENT_S, _STORE_S, _MOST_ABSENT = 2.0, 60.0, 1 << 16
 #: For so long, and of so many, it is remembered that they were refused.
 _REFUSED_S, _MOST_REFUSED = 3600.0, 1 << 16
 
@@ -27,21 +30,23 @@ class Verdicts:
     def __init__(self) -> None:
         self.known = Known()
         self._lock = threading.Lock()
-        self._absent: TTLCache[int, bool] = TTLCache(_MOST_ABSENT, ABSENT_S)
+        #: When it was not there; -inf: not asked for, since what is before it in its prompt was not there.
+        self._absent: TTLCache[int, float] = TTLCache(_MOST_ABSENT, _STORE_S)
         self._refused: TTLCache[int, bool] = TTLCache(_MOST_REFUSED, _REFUSED_S)
 
     def of(self, words: Words) -> tuple[Flags, Flags]:
         """Which of ``words``, ``(n,)``, are there, and which are not; nothing is known of those that are neither."""
         there = self.known.has(words)
+        since = time.monotonic() - ABSENT_S
         with self._lock:
             if not self._absent and not self._refused:
                 return there, np.zeros(len(words), np.bool_)
-            not_there = [word in self._absent or word in self._refused for word in words.tolist()]
+            not_there = [self._absent.get(word, -math.inf) > since or word in self._refused for word in words.tolist()]
         absent = np.array(not_there, np.bool_)
         return there & ~absent, absent
 
     def was_absent(self, word: int) -> bool:
-        """Whether it was not there just now."""
+        """Whether it was not there lately, or will not have been: to be stored without asking for it."""
         with self._lock:
             return word in self._absent
 
@@ -63,8 +68,14 @@ class Verdicts:
 
     def absent(self, word: int) -> None:
         with self._lock:
-            self._absent[word] = True
+            self._absent[word] = time.monotonic()
         self.known.remove(word)
+
+    def likely_absent(self, words: Words) -> None:
+        """They were not asked for, since those before them were not there."""
+        with self._lock:
+            for word in words.tolist():
+                self._absent.setdefault(word, -math.inf)
 
     def refused(self, word: int) -> None:
         with self._lock:
