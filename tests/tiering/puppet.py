@@ -12,7 +12,7 @@ from tiering_harness import Bench
 from tierkv.config import TierConfig
 from tierkv.layout import canonical
 from tierkv.tiers.base import Tier, TierContext
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, Flags, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 
 class PuppetConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class PuppetTier(Tier):
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         raise AssertionError("asked in batches")
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> list[bool]:
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> list[bool]:
         self.asked.append(len(chunks))
         self.answers.wait(60)
         if self.lookup_error is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from roots import disk_bytes
 
@@ -18,7 +19,7 @@ from tierkv.errors import ConfigError
 from tierkv.keys import new_generation
 from tierkv.testing.driver import NAMESPACE, SPACE, TierDriver, some_chunks
 from tierkv.tiers import record
-from tierkv.tiers.fs import FsTier, FsTierConfig, files, ledger, room
+from tierkv.tiers.fs import FsTier, FsTierConfig, ledger, room
 from tierkv.tiers.fs.root import Root
 from tierkv.tiers.fs.survey import names, survey
 from tierkv.types import Chunks, RequestContext, Space
@@ -328,10 +329,9 @@ def test_what_was_there_before_is_known_after_a_walk(root: Path, monkeypatch: py
         assert driver.tier.lookup_batch(chunks, REQUEST) == [True, False] * 15  # type: ignore[attr-defined]
         assert len(looked) == 15, "what is known is not looked for"
         looked.clear()
-        monkeypatch.setattr(files, "_MISSES_S", 0.0)
-        some = some_chunks(1000, seed=7)
-        assert not any(driver.tier.lookup_batch(some, REQUEST))  # type: ignore[attr-defined]
-        assert len(looked) < 10, "and what is not there is given up"
+        some, needed = some_chunks(100, seed=7), np.arange(100) >= 20
+        assert not any(driver.tier.lookup_batch(some, REQUEST, needed))  # type: ignore[attr-defined]
+        assert len(looked) == 21, "and nothing behind what is needed and not there"
 
 
 def test_what_another_process_stores_is_found(root: Path) -> None:

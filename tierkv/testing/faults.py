@@ -29,7 +29,7 @@ from tierkv.errors import ConfigError, TierClosedError
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.io import CLOSED
 from tierkv.tiers.lookups import ask
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, Flags, JobResult, LoadJob, RequestContext, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class WrapperTier(Tier):
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         return self._look_up(lambda: [self._inner.lookup(name, request)])[0]
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
-        return self._look_up(lambda: list(map(bool, ask(self._inner, chunks, request))))
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> Sequence[bool]:
+        return self._look_up(lambda: list(map(bool, ask(self._inner, chunks, request, required))))
 
     def submit_store(self, job: StoreJob) -> None:
         self._submit(job)

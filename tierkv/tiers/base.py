@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from tierkv.config import TierConfig
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, Flags, JobResult, LoadJob, Locality, Medium, RequestContext, StoreJob
 
 
 class Deadlines(NamedTuple):
@@ -115,6 +115,11 @@ class Tier(abc.ABC):
 class BatchLookup(Protocol):
     """A tier that answers for many chunks at once, cheaper than one by one."""
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
-        """One answer a chunk, as ``lookup`` gives them."""
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> Sequence[bool]:
+        """One answer a chunk, as ``lookup`` gives them.
+
+        Args:
+            required: ``(n,)`` flags. What stands behind the first required chunk that is missing is of no use: it need
+                not be looked for, and counts as missing. None: all is looked for.
+        """
         ...

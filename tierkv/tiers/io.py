@@ -151,6 +151,7 @@ class Reports:
         """``reason_of`` a failure, which is counted, and logged the first, second, fourth, eighth … time."""
         reason = reason_of(error)
         if reason in (ABSENT, CLOSED):
+            error.__traceback__ = None
             return reason
         with self._lock:
             self._failures[reason] += 1
@@ -159,6 +160,7 @@ class Reports:
             trace = error if reason == "error" else None
             # In words: who keeps what is logged would keep all that the error has gone through.
             logger.warning("tier %s: %s (%d times so far): %s", self._tier, reason, count, str(error), exc_info=trace)
+        error.__traceback__ = None  # its frames hold what the call has worked on: a part of the region, a connection
         return reason
 
     def __repr__(self) -> str:

@@ -32,6 +32,8 @@ class Known:
         #: What was removed, of the former and of all.
         self._removed_before: set[int] = set()
         self._removed: set[int] = set()
+        #: Whether a walk is under way.
+        self._replacing = False
 
     def has(self, words: Words) -> Flags:
         """For each of ``words``, ``(n,)`` uint64, whether it is known to be there."""
@@ -56,10 +58,21 @@ class Known:
             if len(self._added) >= _MOST_ADDED:
                 self._sort_in()
 
+    def add_all(self, words: Words) -> None:
+        """As ``add``, many."""
+        ordered = np.sort(words)
+        with self._lock:
+            if self._removed:
+                self._removed.difference_update(words.tolist())
+            self._since.append(ordered)
+            self._merge(self._since)
+
     def remove(self, word: int) -> None:
         with self._lock:
             self._added.discard(word)
-            self._removed.add(word)
+            one = np.array([word], np.uint64)
+            if self._replacing or _among(self._since, one)[0] or _among(self._before, one)[0]:
+                self._removed.add(word)
 
     def begin_replacing(self) -> None:
         """From here on until ``replace``, what is added and removed is kept apart: a walk may have seen it or not."""
@@ -68,9 +81,17 @@ class Known:
             gone = np.fromiter(self._removed_before, np.uint64, len(self._removed_before))
             still = gone[~_among(self._since, gone)]  # what was added again is there, whatever was before
             self._before += self._since
+            self._merge(self._before)  # there may be many, where walk after walk comes to no end
             self._since = []
             self._removed_before = self._removed | set(still.tolist())
             self._removed = set()
+            self._replacing = True
+
+    def end_replacing(self, words: Words) -> None:
+        """A walk has come to no end. Until then it has found ``words``."""
+        with self._lock:
+            self._replacing = False
+        self.add_all(words)
 
     def replace(self, words: Words) -> None:
         """A walk has found ``words``; what was added or removed since ``begin_replacing`` comes on top."""
@@ -78,6 +99,7 @@ class Known:
         with self._lock:
             self._before = [ordered]
             self._removed_before = set()
+            self._replacing = False
 
     def __len__(self) -> int:
         """How many there are, about."""
@@ -87,12 +109,18 @@ class Known:
         """The added ones become a sorted array; those that are not much larger are merged with it."""
         if not self._added:
             return
-        run = np.sort(np.fromiter(self._added, np.uint64, len(self._added)))
+        self._since.append(np.sort(np.fromiter(self._added, np.uint64, len(self._added))))
         self._added = set()
-        while self._since and len(self._since[-1]) <= 2 * len(run):
-            run = np.concatenate([self._since.pop(), run])
+        self._merge(self._since)
+
+    def _merge(self, runs: list[Words]) -> None:
+        """Merge the last of ``runs`` with those before it that are not much larger."""
+        run = runs.pop() if runs else np.empty(0, np.uint64)
+        while runs and len(runs[-1]) <= 2 * len(run):
+            run = np.concatenate([runs.pop(), run])
             run.sort(kind="stable")  # quick, as it is two sorted halves; and it lets go of the interpreter
-        self._since.append(run)
+        if len(run):
+            runs.append(run)
 
 
 def _among(runs: list[Words], words: Words) -> Flags:

@@ -49,8 +49,8 @@ def ask(tier: Tier, chunks: Chunks, request: RequestContext, required: Flags | N
     """One tier's answers, one a chunk: in a batch where the tier can do that, else one by one.
 
     Args:
-        required: ``(n,)`` flags. One by one, nothing behind the first required chunk that is missing is
-            asked; it counts as missing. None: all is asked.
+        required: ``(n,)`` flags. Nothing behind the first required chunk that is missing need be asked; it counts
+            as missing. None: all is asked.
 
     Raises whatever the tier raises, and ValueError if it does not give one answer a chunk.
     """
@@ -61,7 +61,7 @@ def ask(tier: Tier, chunks: Chunks, request: RequestContext, required: Flags | N
             if required is not None and required[i] and not has[i]:
                 break
         return has
-    answers = tier.lookup_batch(chunks, request)
+    answers = tier.lookup_batch(chunks, request, required)
     if len(answers) != len(chunks):
         raise ValueError(f"{len(answers)} answers about {len(chunks)} chunks")
     return np.asarray(answers, dtype=np.bool_)

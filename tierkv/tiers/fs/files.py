@@ -8,7 +8,6 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -30,9 +29,6 @@ from tierkv.tiers.paths import record_path
 from tierkv.types import Chunks, Flags, LoadJob, StoreJob
 
 logger = logging.getLogger(__name__)
-
-#: When chunks in a row that are not there have taken this long, those behind them are not looked for.
-_MISSES_S = 0.02
 
 #: Chunks of fewer bytes are small; and how long a thread waits for its turn at them.
 _SMALL_BYTES = 128 << 10
@@ -73,22 +69,18 @@ class FilesLayout:
             self._ledger.close()
             raise
 
-    def has(self, chunks: Chunks) -> Flags:
+    def has(self, chunks: Chunks, required: Flags | None = None) -> Flags:
         """What is known to be there need not be looked for; what is not known may have come from another process."""
         words = chunks.keys[:, 0]
         found = self._known.has(words)
         directory = self._root.of_space(chunks.space)
-        begun, before = 0.0, -2
         for i in np.flatnonzero(~found).tolist():
-            if i != before + 1:
-                begun = time.monotonic()
-            elif time.monotonic() - begun > _MISSES_S:
-                break
-            before = i
             path = record_path(directory, int(chunks.groups[i]), chunks.hashes[i].tobytes())
             if _has_record(path):
-                found[i], before = True, -2
+                found[i] = True
                 self._known.add(int(words[i]))
+            elif required is not None and required[i]:
+                break
         return found
 
     def store(self, job: StoreJob, part: range) -> Iterable[Outcome]:

@@ -18,8 +18,8 @@ class Layout(Protocol):
     #: Of a job, so many chunks are given to a thread at a time, at most.
     most_chunks: int
 
-    def has(self, chunks: Chunks) -> Flags:
-        """For each of ``chunks``, whether a load would probably succeed.
+    def has(self, chunks: Chunks, required: Flags | None = None) -> Flags:
+        """For each of ``chunks``, whether a load would probably succeed; ``required`` as ``BatchLookup`` has it.
 
         Raises:
             OSError: it cannot tell.

@@ -102,7 +102,7 @@ class SegmentsLayout:
             raise
         self._restore.ended.wait(START_S)
 
-    def has(self, chunks: Chunks) -> Flags:
+    def has(self, chunks: Chunks, required: Flags | None = None) -> Flags:
         with self._lock:
             found: Flags = self._cache.states(chunks.keys) == READY
         return found

@@ -16,7 +16,7 @@ from tierkv.tiers.fs.layouts import Layout
 from tierkv.tiers.fs.root import Root
 from tierkv.tiers.fs.segments import SegmentsLayout
 from tierkv.tiers.io import IoPool
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, Medium, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, Flags, JobResult, LoadJob, Medium, RequestContext, StoreJob
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class FsTier(Tier):
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         return bool(self._layout.has(make_chunks(name.space, name.group, [name.block_hash]))[0])
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
-        answers: list[bool] = self._layout.has(chunks).tolist()
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> Sequence[bool]:
+        answers: list[bool] = self._layout.has(chunks, required).tolist()
         return answers
 
     def submit_store(self, job: StoreJob) -> None:

@@ -7,8 +7,10 @@ drops its connection, and lets go of the memory that it was sending from.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,8 +23,17 @@ from tierkv.types import JobResult
 
 _T = TypeVar("_T")
 
-#: For so long a call that was given up may take to let go of what it was given.
-_LET_GO_S = 5.0
+#: For so long an answer may be on its way to a call that was given up.
+_ANSWER_S = 0.05
+
+#: All that are open. tokio's threads, which make the calls, would not survive the end of the interpreter.
+_open: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for calls in list(_open):
+        calls.close()
 
 
 class Calls:
@@ -42,16 +53,16 @@ class Calls:
         except RuntimeError:  # no more threads to be had
             self.loop.close()
             raise
+        _open.add(self)
 
-    def run(self, call: Coroutine[Any, Any, _T], seconds: float) -> _T:
-        """What ``call`` returns, which is given up after ``seconds``.
+    def run(self, call: Callable[[], Coroutine[Any, Any, _T]], seconds: float) -> _T:
+        """What the coroutine of ``call()`` returns, which is given up after ``seconds``.
 
         Raises:
             TimeoutError: it was given up. TierClosedError: the tier is being closed. And whatever it raises.
         """
         with self._lock:
             if self._closed:
-                call.close()
                 raise TierClosedError("closed")
             future = asyncio.run_coroutine_threadsafe(_in_time(call, seconds), self.loop)
             self._waited_for.add(future)
@@ -86,29 +97,32 @@ class Calls:
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            if left:  # or the client finds the loop closed, and complains on stderr
+                self.loop.run_until_complete(asyncio.sleep(_ANSWER_S))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
 
 
-async def _in_time(call: Coroutine[Any, Any, _T], seconds: float) -> _T:
+async def _in_time(call: Callable[[], Coroutine[Any, Any, _T]], seconds: float) -> _T:
     try:
-        return await asyncio.wait_for(call, seconds)
+        return await asyncio.wait_for(call(), seconds)
     except asyncio.TimeoutError:  # a built-in since Python 3.11
         raise TimeoutError("given up") from None
 
 
 async def let_go(view: memoryview) -> None:
-    """Release ``view``, once the client, which may have been interrupted, does not send from it any more."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + _LET_GO_S
+    """Release ``view``, once the client, which may have been interrupted, does not send from it any more.
+
+    However long that takes: before, nothing may be said of the call.
+    """
+    pause = 0.001
     while True:
         try:
             return view.release()
         except BufferError:
-            if loop.time() > until:
-                raise
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
 
 #: What is to be done with one chunk of a job, given by its index: the checksum that a load has verified, or None.

@@ -7,6 +7,7 @@ role), where it is installed; else what obstore finds (environment, the machine'
 
 from __future__ import annotations
 
+import asyncio
 import re
 import urllib.parse
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def open_target(config: ObjTierConfig, retry_s: float) -> Target:
     except ImportError as error:
         raise ConfigError("type", "obj needs the package obstore", "pip install 'tierkv[obj]'") from error
     store = config.store
+    prefix = config.whole_prefix
     retries = {
         "max_retries": config.max_retries,
         "retry_timeout": timedelta(seconds=retry_s),
@@ -86,33 +88,34 @@ def open_target(config: ObjTierConfig, retry_s: float) -> Target:
     if store.ca_bundle:
         client["root_certificate"] = _certificates(config)
     parsed = urllib.parse.urlsplit(config.url)
-    prefix = config.prefix.strip("/")
     try:
-        if not config.url or parsed.scheme in ("s3", "s3a"):
+        if config.is_s3:
             bucket = parsed.netloc or store.bucket
-            prefix = "/".join(part for part in (parsed.path.strip("/"), prefix) if part)
             settings = _s3_settings(config)
             # A provider, even of fixed credentials: else what the configuration leaves out comes from the environment.
-            provider = _fixed(store) if store.access_key else _found_by_botocore(config, settings)
+            provider = _provider(config, settings)
             client["allow_http"] = True  # if that is what the endpoint says
             made: Any = obstore.store.S3Store(
                 bucket, config=settings, client_options=client, retry_config=retries, credential_provider=provider
             )
             return Target(made, prefix, f"s3://{bucket}/{prefix}")
-        if parsed.scheme in ("file", "memory"):
-            made = obstore.store.from_url(config.url, **({"mkdir": True} if parsed.scheme == "file" else {}))
+        if parsed.scheme == "file":
+            made = obstore.store.from_url(config.url, mkdir=config.mode != "read")
         else:
             client["allow_http"] = True
             made = obstore.store.from_url(
                 config.url, config=config.options or None, client_options=client, retry_config=retries
             )
-        return Target(made, prefix, "/".join(part for part in (config.url.rstrip("/"), prefix) if part))
+        shown = f"{parsed.scheme}://{parsed.hostname or ''}{parsed.path.rstrip('/')}"
+        return Target(made, prefix, "/".join(part for part in (shown, prefix) if part))
     except ConfigError:
         raise
     except Exception as error:  # obstore has an exception for each kind of store, and ValueError
         first = str(error).partition("\n")[0]
+        for value in filter(None, [*config.options.values(), parsed.query, parsed.password]):
+            first = first.replace(value, "***")
         field = "options" if config.options else "url" if config.url else f"{config.at}bucket"
-        raise ConfigError(field, f"refused by the client: {first}", "what obstore accepts for this store") from error
+        raise ConfigError(field, f"refused by the client: {first}", "what obstore accepts for this store") from None
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -124,7 +127,8 @@ def problem_of(error: BaseException) -> Problem:
         if problem.field == "region" and (region := _REGION.search(text)):
             problem = problem._replace(detail=f"{problem.detail}, expects {region[1]}")
         return problem
-    if isinstance(error, TimeoutError) or ((kind := _KIND.search(text)) is not None and kind[1] == "Timeout"):
+    kind = _KIND.search(text)
+    if isinstance(error, asyncio.TimeoutError | TimeoutError) or (kind is not None and kind[1] == "Timeout"):
         return Problem("timeout", "no answer in time", "endpoint_override")
     if isinstance(error, FileNotFoundError):
         return Problem(ABSENT, "not there")
@@ -145,22 +149,30 @@ def problem_of(error: BaseException) -> Problem:
     return Problem("error", text.partition("\n")[0] or name)
 
 
-def translated(error: BaseException) -> RecordError | RemoteError:
-    """``error``, of a call of the client, as one of tierkv's."""
+class CallError(RemoteError):
+    """A call of the client has failed. ``field``: as ``Problem`` has it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.field = problem.field
+        super().__init__(problem.reason, problem.detail)
+
+
+def translated(error: BaseException) -> RecordError | CallError:
+    """``error``, of a call of the client, as one of tierkv's. To be raised ``from None``: what the client says contains
+    what the server says, which may be anything."""
     problem = problem_of(error)
-    if problem.reason == ABSENT:
-        return RecordError(ABSENT)
-    return RemoteError(problem.reason, problem.detail)
+    return RecordError(ABSENT, problem.detail) if problem.reason == ABSENT else CallError(problem)
 
 
 def already_exists(error: BaseException) -> bool:
-    """Whether ``error`` says that there is an object, which was not to be replaced."""
+    """Whether ``error`` says that there is, or was just now, an object, which was not to be replaced."""
     return type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
 
 
 def knows_no_conditions(error: BaseException) -> bool:
     """Whether the store cannot be told not to replace an object."""
-    return type(error).__name__ == "NotSupportedError" or problem_of(error).detail.startswith("501")
+    kind = type(error).__name__
+    return kind in ("NotSupportedError", "NotImplementedError") or problem_of(error).detail.startswith("501")
 
 
 #: By the code of an answer: the reason, and the field.
@@ -203,11 +215,22 @@ def _s3_settings(config: ObjTierConfig) -> dict[str, Any]:
         settings["endpoint"] = endpoint if "://" in endpoint else f"{store.scheme or 'http'}://{endpoint}"
     if store.region:
         settings["region"] = store.region
-    if config.checksum != "sha256":
-        settings["unsigned_payload"] = True
     if config.checksum == "crc64nvme":
         settings["checksum_algorithm"] = "crc64nvme"
+    # Said, so that the environment does not say something else.
+    settings["unsigned_payload"] = config.checksum != "sha256"
+    settings.setdefault("skip_signature", False)
+    settings.setdefault("conditional_put", "etag")
+    if store.endpoint_override:
+        settings.setdefault("virtual_hosted_style_request", False)
     return settings
+
+
+def _provider(config: ObjTierConfig, settings: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
+    """What gives the client its credentials; None: it finds them, or needs none."""
+    if str(settings["skip_signature"]).lower() in ("1", "true", "yes", "on", "y"):
+        return None
+    return _fixed(config.store) if config.store.access_key else _found_by_botocore(config, settings)
 
 
 def _fixed(store: Any) -> Callable[[], dict[str, Any]]:
@@ -238,7 +261,8 @@ def _found_by_botocore(config: ObjTierConfig, settings: dict[str, Any]) -> Calla
         credentials = session.get_credentials()
         region = session.get_config_variable("region")
     except botocore.exceptions.BotoCoreError as error:
-        raise ConfigError("profile", f"cannot be used: {error}", "one of AWS's configuration files") from error
+        field = "profile" if config.profile else f"{config.at}access_key"
+        raise ConfigError(field, f"cannot be found: {error}", "a profile of AWS's files, or keys") from error
     if credentials is None:
         raise ConfigError(
             f"{config.at}access_key",

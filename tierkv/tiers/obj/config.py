@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from tierkv.types import Locality
 Scheme = Literal["http", "https"]
 
 #: More than what is allowed today: there are old ones, and other stores.
+_SEGMENT = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f/]+")
 _BUCKET = re.compile(r"[\w.:-]{1,255}", re.ASCII)
 
 #: Never shown.
@@ -112,8 +114,8 @@ class ObjTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields
             raise ConfigError("url", f"given beside {at}bucket", "one of url and bucket")
         if not self.url and not found.bucket:
             raise ConfigError(f"{at}bucket", "missing", "the bucket's name, or a url")
-        if self.url and "://" not in self.url:
-            raise ConfigError("url", f"{self.url!r} has no scheme", "s3://bucket/prefix, gs://…, az://… or file:///…")
+        if self.url:
+            self._check_url(found, at)
         if found.bucket and not _BUCKET.fullmatch(found.bucket):
             raise ConfigError(f"{at}bucket", f"{found.bucket!r} is no bucket's name", "a bucket's name")
         if bool(found.access_key) != bool(found.secret_key):
@@ -127,15 +129,56 @@ class ObjTierConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields
             raise ConfigError(f"{at}endpoint_override", problem, "http:// or https://, and the same in scheme")
         return found
 
+    def _check_url(self, store: StoreConfig, at: str) -> None:
+        parsed = urllib.parse.urlsplit(self.url)
+        if not parsed.scheme or parsed.scheme == "memory":
+            problem = "has no scheme" if not parsed.scheme else "names a store of this process"
+            raise ConfigError("url", f"{_shown(self.url)!r} {problem}", "s3://bucket/prefix, gs://…, az://…, file:///…")
+        if self.is_s3:
+            if not parsed.hostname or parsed.query or parsed.fragment or "@" in parsed.netloc:
+                raise ConfigError("url", f"{_shown(self.url)!r} is not of that form", "s3://bucket/prefix")
+            return
+        for name in ("endpoint_override", "region", *SECRETS):
+            if getattr(store, name):
+                raise ConfigError(f"{at}{name}", f"not for {parsed.scheme}://", "settings of that store, in options")
+
+    @property
+    def is_s3(self) -> bool:
+        return not self.url or self.url.partition(":")[0] in ("s3", "s3a")
+
+    @property
+    def whole_prefix(self) -> str:
+        """What stands before the names of all objects.
+
+        Raises:
+            ConfigError: no store could have it.
+        """
+        path = urllib.parse.urlsplit(self.url).path.strip("/") if self.url and self.is_s3 else ""
+        for field, part in (("url", path), ("prefix", self.prefix.strip("/"))):
+            if part and not all(_SEGMENT.fullmatch(segment) for segment in part.split("/")):
+                raise ConfigError(field, f"{part!r} has a segment that no name can have", "names with single slashes")
+        return "/".join(part for part in (path, self.prefix.strip("/")) if part)
+
     @property
     def at(self) -> str:
         """What stands before the names of fields of ``store``, in errors."""
         return "" if self.store_config is None else "store_config."
 
 
+def _shown(url: str) -> str:
+    """``url`` without what may be secret in it: who asks, and with which parameters."""
+    before, _, rest = url.partition("://")
+    host, slash, path = rest.partition("?")[0].partition("/")
+    return f"{before}://{host.rpartition('@')[2]}{slash}{path}" if rest else before
+
+
 def _without_secrets(config: StoreConfig | ObjTierConfig) -> str:
     def shown(name: str) -> Any:
         value = getattr(config, name)
+        if name == "options":
+            return dict.fromkeys(value, "***")
+        if name == "url":
+            return _shown(value)
         return "***" if name in SECRETS and value else value
 
     fields = ", ".join(f"{name}={shown(name)!r}" for name in config.__struct_fields__)

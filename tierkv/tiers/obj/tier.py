@@ -8,11 +8,12 @@ written anew by the next store of the chunk; nothing is removed, so leave to del
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from tierkv.tiers import record
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.io import ABSENT
 from tierkv.tiers.known import Words
-from tierkv.tiers.obj.bucket import Bucket
+from tierkv.tiers.obj.bucket import Bucket, Found
 from tierkv.tiers.obj.calls import CallPool
 from tierkv.tiers.obj.config import ObjTierConfig
 from tierkv.tiers.obj.verdicts import Verdicts
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 #: The first objects of a question are asked for in such a number, then in twice as many each time.
 _FIRST_ASKED = 8
 #: To list a page of objects is as much work as to ask for so many one by one, or so stores charge for it.
-_PAGE_WORTH = 12
+_PAGE, _PAGE_WORTH = 1000, 12
 #: A listing of a space may take so long.
 _LIST_S = 300.0
 
@@ -46,8 +47,8 @@ _LIST_S = 300.0
 class ObjTier(Tier):
     """Records as objects in a bucket.
 
-    Thread safety: as every tier. Jobs are done on the thread of ``Calls``, where lookup threads wait for calls; one more,
-    ``tierkv-<tier>-list-0``, lists.
+    Thread safety: as every tier. Jobs are done on the thread of ``Calls``, and lookup threads wait for calls
+    there; ``tierkv-<tier>-list-0`` lists.
     """
 
     Config: ClassVar[type[TierConfig]] = ObjTierConfig
@@ -66,18 +67,21 @@ class ObjTier(Tier):
         self._changed = threading.Condition()
         self._space: Space | None = None
         self._closed = False
-        #: Of the last complete listing of the space: its pages. None: there is none yet.
-        self._pages: int | None = None
+        #: How many names the last complete listing of the space had. None: there is none yet.
+        self._names: int | None = None
+        self._failures = 0
         self._listing = threading.Lock()
         self._bucket = Bucket(config, context.name, max(context.deadlines.load_s, context.deadlines.store_s))
         n_reads, n_writes = config.n_read_connections, config.n_write_connections
         if config.io_threads is not None:
             n_reads = n_writes = config.io_threads
         self._jobs = CallPool(context.name, self._bucket.calls, n_reads, n_writes, context.wake)
-        self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-list-0", daemon=True)
+        self._thread: threading.Thread | None = None
         try:
             self._check(context)
-            self._thread.start()
+            if config.list_interval_s:
+                self._thread = threading.Thread(target=self._run, name=f"tierkv-{context.name}-list-0", daemon=True)
+                self._thread.start()
         except BaseException:  # nothing may be left behind by a constructor that raises
             self._jobs.close()
             self._bucket.close()
@@ -86,26 +90,30 @@ class ObjTier(Tier):
     def lookup(self, name: ChunkName, request: RequestContext) -> bool:
         return self.lookup_batch(make_chunks(name.space, name.group, [name.block_hash]), request)[0]
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
-        """Once all that were asked for together are absent, so are those behind them, as far as is known."""
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> Sequence[bool]:
+        """As ``BatchLookup`` has it. What nothing is known of is asked for, or listed if that is less work."""
         self._use(chunks.space)
         until = time.monotonic() + self.context.deadlines.lookup_s
         words = chunks.keys[:, 0]
         there, absent = self._verdicts.of(words)
-        unknown = np.flatnonzero(~there & ~absent)
+        end = _first(absent, required)
+        unknown = np.flatnonzero(~there[:end] & ~absent[:end])
         asked, step = 0, min(_FIRST_ASKED, self._n_lookups)
         while asked < len(unknown):
-            if asked and self._list_is_cheaper(len(unknown) - asked) and self._list(chunks.space, until):
+            if asked and self._list_is_cheaper(len(unknown) - asked) and self._list_now(chunks.space, until):
                 there[unknown[asked:]] = self._verdicts.known.has(words[unknown[asked:]])
                 break
             part = unknown[asked : asked + step]
             found = self._ask(chunks, part, until)
             there[part] = found
             asked += len(part)
-            if not found.any():
-                self._verdicts.likely_absent(words[unknown[asked:]])
-                break
             step = min(2 * step, self._n_lookups)
+            if _first(~found, None if required is None else required[part]) < len(part):
+                break
+        behind = _first(~there, required)
+        there[behind:] = False
+        if not there.any():
+            self._verdicts.likely_absent(words[behind:])
         answers: list[bool] = there.tolist()
         return answers
 
@@ -126,7 +134,8 @@ class ObjTier(Tier):
             self._changed.notify_all()
         self._bucket.stop()
         self._jobs.close()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._bucket.close()
 
     def __repr__(self) -> str:
@@ -136,39 +145,46 @@ class ObjTier(Tier):
 
     async def _store(self, job: StoreJob, index: int) -> None:
         name, length = job.chunks.name(index), int(job.lengths[index])
-        word = int(job.chunks.keys[index, 0])
-        refused = self._verdicts.was_refused(word)
-        if not refused and self._verdicts.known.has(job.chunks.keys[index : index + 1, 0])[0]:
+        word, verdicts = int(job.chunks.keys[index, 0]), self._verdicts
+        path, nbytes = self._path(name), record.HEADER_BYTES + length
+        refused = verdicts.was_refused(word)
+        if not refused and verdicts.known.has(job.chunks.keys[index : index + 1, 0])[0]:
             return
-        path, objects = self._path(name), self._bucket.objects
-        replace = refused
-        if not (refused or self._verdicts.was_absent(word)):
-            found = await objects.size(path)
-            if found == record.HEADER_BYTES + length:
-                self._verdicts.there(word)
-                return
-            replace = found is not None  # no record of this chunk
-        header = record.encode_header(name, length, int(job.checksums[index]))
-        with self._slice(int(job.offsets[index]), length) as payload:
-            await objects.write(path, [header, payload], replace=replace)
-        self._verdicts.written(word)
+        found: Found | None = None
+        if refused or not verdicts.was_absent(word):
+            found = await self._bucket.objects.find(path)
+        for _ in range(2):
+            if found is not None and found.nbytes == nbytes and (not refused or verdicts.is_another(word, found.e_tag)):
+                return verdicts.there(word)
+            header = record.encode_header(name, length, int(job.checksums[index]))
+            with self._slice(int(job.offsets[index]), length) as payload:
+                if await self._bucket.objects.write(path, [header, payload], replace=found is not None):
+                    return verdicts.good(word)
+            # Somebody was quicker; or it is something else.
+            found = await self._bucket.objects.find(path)
+        raise RemoteError("busy", "others write and remove it at the same time")
 
     async def _load(self, job: LoadJob, index: int) -> int:
-        word = int(job.chunks.keys[index, 0])
+        name, word = job.chunks.name(index), int(job.chunks.keys[index, 0])
+        found: Found | None = None
         try:
-            checksum = await self._read(job, index)
+            expected = record.HEADER_BYTES + int(job.lengths[index])
+            found, pieces = await self._bucket.objects.read(self._path(name), expected)
+            async with contextlib.aclosing(pieces):
+                checksum = await self._take(job, index, found.nbytes, pieces)
         except RecordError as error:
-            if error.reason == ABSENT:
+            if found is None:
+                assert error.reason == ABSENT
                 self._verdicts.absent(word)
             else:
-                self._verdicts.refused(word)
+                self._verdicts.refused(word, found.e_tag)
             raise
-        self._verdicts.there(word)
+        self._verdicts.good(word)
         return checksum
 
-    async def _read(self, job: LoadJob, index: int) -> int:
+    async def _take(self, job: LoadJob, index: int, size: int, pieces: AsyncIterator[memoryview]) -> int:
+        """Take a record of ``size`` bytes into the region, and verify it."""
         name, length = job.chunks.name(index), int(job.lengths[index])
-        size, pieces = await self._bucket.objects.read(self._path(name), record.HEADER_BYTES + length)
         with self._slice(int(job.offsets[index]), length) as payload:
             header: record.Header | None = None
             head, done = b"", 0
@@ -194,77 +210,105 @@ class ObjTier(Tier):
 
     def _ask(self, chunks: Chunks, which: npt.NDArray[np.intp], until: float) -> Flags:
         """Which of the chunks ``which`` have an object with more than a header in it."""
-        sizes = self._bucket.sizes([self._path(chunks.name(i)) for i in which.tolist()], until)
-        found = np.array([size is not None and size > record.HEADER_BYTES for size in sizes], np.bool_)
-        for i, there in zip(which.tolist(), found.tolist(), strict=True):
-            word = int(chunks.keys[i, 0])
-            if there:
-                self._verdicts.there(word)
-            else:
+        found = self._bucket.find_all([self._path(chunks.name(i)) for i in which.tolist()], until)
+        there = np.zeros(len(which), np.bool_)
+        for n, (word, each) in enumerate(zip(chunks.keys[which, 0].tolist(), found, strict=True)):
+            if each is None:
                 self._verdicts.absent(word)
-        return found
+            elif each.nbytes > record.HEADER_BYTES:
+                there[n] = True
+                self._verdicts.there(word)
+        return there
 
     def _list_is_cheaper(self, count: int) -> bool:
         """Whether to list the space is less work than to ask for ``count`` objects; for all we know of it."""
-        return self._pages is not None and count > _PAGE_WORTH * (self._pages + 1)
+        return self._names is not None and count > _PAGE_WORTH * (1 + self._names // _PAGE)
+
+    def _list_now(self, space: Space, until: float) -> bool:
+        """As ``_list``; but it may take half the time that there is, and does not matter if it fails."""
+        now = time.monotonic()
+        try:
+            return self._list(space, now + (until - now) / 2)
+        except RemoteError as error:
+            self._note_failure(error)
+            return False
 
     def _list(self, space: Space, until: float) -> bool:
-        """Note what is there of ``space``. Whether that is all, and of the space that is in use."""
-        if not self._listing.acquire(timeout=max(0.0, until - time.monotonic())):
+        """Note what is there of ``space``. Whether that is all, and of the space that is in use.
+
+        Not if another thread is about to.
+        """
+        if not self._listing.acquire(blocking=False):
             return False
+        known, words, of, names = self._verdicts.known, array("Q"), KeyWords(space), 0
+        whole = False
         try:
-            self._verdicts.known.begin_replacing()
-            words, of, pages = array("Q"), KeyWords(space), 0
-            for page in self._bucket.list(space_path(space), until):
-                pages += 1
-                for each in page:
-                    file_name = each.path.rpartition("/")[2]
-                    if each.nbytes > record.HEADER_BYTES and RECORD.fullmatch(file_name):
-                        words.append(of.of(file_name))
-            found: Words = np.frombuffer(words, np.uint64) if words else np.empty(0, np.uint64)
-            self._verdicts.known.replace(found)
-            self._pages = pages
-            return space == self._space
+            known.begin_replacing()
+            refused = self._verdicts.any_refused
+            with contextlib.closing(self._bucket.pages(space_path(space), until)) as pages:
+                for page in pages:
+                    names += len(page)
+                    for each in page:
+                        file_name = each.path.rpartition("/")[2]
+                        if each.nbytes > record.HEADER_BYTES and RECORD.fullmatch(file_name):
+                            words.append(of.of(file_name))
+                            if refused:
+                                self._verdicts.is_another(words[-1], each.e_tag)
+            whole = True
         finally:
+            found: Words = np.frombuffer(words, np.uint64) if words else np.empty(0, np.uint64)
+            if whole:
+                known.replace(found)
+            else:
+                known.end_replacing(found)
             self._listing.release()
+        self._names = names
+        return space == self._space
 
     def _use(self, space: Space) -> None:
         """``space`` is in use from now on: list it soon, if that was another one."""
         if space != self._space:
             with self._changed:
-                self._space, self._pages = space, None
+                self._space, self._names = space, None
                 self._changed.notify_all()
 
     def _run(self) -> None:
         """List the space that is in use: when it has changed, and now and then."""
         listed: Space | None = None
-        failures = 0
+        until = 0.0
         while True:
             with self._changed:
-                if self._space is None or self._space == listed:
-                    self._changed.wait(self._list_interval_s or None)
+                while not self._closed and (self._space is None or self._space == listed):
+                    left = until - time.monotonic()
+                    if self._space is not None and left <= 0:
+                        break
+                    self._changed.wait(None if self._space is None else left)
                 if self._closed:
                     return
                 space = self._space
-            if space is None:
-                continue
+            assert space is not None
             listed = space
-            if not self._list_interval_s:
-                continue
+            begun = time.monotonic()
             try:
-                self._list(space, time.monotonic() + _LIST_S)
+                self._list(space, begun + _LIST_S)
             except TierClosedError:
                 return
             except (RemoteError, RecordError) as error:
-                failures += 1
-                if failures & (failures - 1) == 0:
-                    logger.warning(
-                        "tier %s: %s cannot be listed (%d times so far): %s",
-                        self.context.name,
-                        self._bucket.url,
-                        failures,
-                        error,
-                    )
+                self._note_failure(error)
+            # However short the interval is, a listing is not all that is done.
+            until = time.monotonic() + max(self._list_interval_s, time.monotonic() - begun)
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log the first, second, fourth … listing that failed."""
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            logger.warning(
+                "tier %s: %s cannot be listed (%d times so far): %s",
+                self.context.name,
+                self._bucket.url,
+                self._failures,
+                str(error),
+            )
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -282,6 +326,14 @@ class ObjTier(Tier):
         """A part of the region. To be released by ``with``: while it lives, the region cannot be unmapped."""
         assert offset >= 0 and offset + length <= len(self.context.view), "a job's chunk lies within the region"
         return self.context.view[offset : offset + length]
+
+
+def _first(flags: Flags, required: Flags | None) -> int:
+    """The first of ``flags`` that is set and required; their number if there is none, or nothing is required."""
+    if required is None:
+        return len(flags)
+    where = np.flatnonzero(flags & required)
+    return int(where[0]) if len(where) else len(flags)
 
 
 def _copy(piece: memoryview, target: memoryview) -> None:

@@ -30,9 +30,10 @@ class Verdicts:
     def __init__(self) -> None:
         self.known = Known()
         self._lock = threading.Lock()
-        #: When it was not there; -inf: not asked for, since what is before it in its prompt was not there.
+        #: When it was not there; -inf: not asked for, since nothing before it was there.
         self._absent: TTLCache[int, float] = TTLCache(_MOST_ABSENT, _STORE_S)
-        self._refused: TTLCache[int, bool] = TTLCache(_MOST_REFUSED, _REFUSED_S)
+        #: The tag of the object that was.
+        self._refused: TTLCache[int, str | None] = TTLCache(_MOST_REFUSED, _REFUSED_S)
 
     def of(self, words: Words) -> tuple[Flags, Flags]:
         """Which of ``words``, ``(n,)``, are there, and which are not; nothing is known of those that are neither."""
@@ -54,14 +55,27 @@ class Verdicts:
         with self._lock:
             return word in self._refused
 
+    def is_another(self, word: int, e_tag: str | None) -> bool:
+        """Of what was refused: whether an object with this tag has come in its place. That one may be good."""
+        with self._lock:
+            if e_tag is None or self._refused.get(word, e_tag) == e_tag:
+                return False
+            self._refused.pop(word, None)
+            return True
+
+    @property
+    def any_refused(self) -> bool:
+        with self._lock:
+            return bool(self._refused)
+
     def there(self, word: int) -> None:
         """Somebody has seen it, or written it."""
         self.known.add(word)
         with self._lock:
             self._absent.pop(word, None)
 
-    def written(self, word: int) -> None:
-        """It is there, and good, whatever it was."""
+    def good(self, word: int) -> None:
+        """It is there, and what it should be: it was read, or written."""
         with self._lock:
             self._refused.pop(word, None)
         self.there(word)
@@ -72,14 +86,14 @@ class Verdicts:
         self.known.remove(word)
 
     def likely_absent(self, words: Words) -> None:
-        """They were not asked for, since those before them were not there."""
+        """They were not asked for, since nothing of their prompt was there."""
         with self._lock:
             for word in words.tolist():
                 self._absent.setdefault(word, -math.inf)
 
-    def refused(self, word: int) -> None:
+    def refused(self, word: int, e_tag: str | None) -> None:
         with self._lock:
-            self._refused[word] = True
+            self._refused[word] = e_tag
         self.known.remove(word)
 
     def __repr__(self) -> str:
