@@ -15,10 +15,10 @@ def words(values: object) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(list(values), np.uint64)  # type: ignore[call-overload]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "begin", "replace"]), WORDS, st.sets(WORDS))))
+@given(st.lists(st.tuples(st.sampled_from(["add", "add_all", "remove", "begin", "end", "replace"]), WORDS, st.sets(WORDS))))
 def test_as_a_set(steps: list[tuple[str, int, set[int]]]) -> None:
     known, model = Known(), set[int]()
-    added, removed = set[int](), set[int]()
+    added, removed, walking = set[int](), set[int](), False
     for what, word, walked in steps:
         if what == "add":
             known.add(word)
@@ -30,13 +30,35 @@ def test_as_a_set(steps: list[tuple[str, int, set[int]]]) -> None:
             model.discard(word)
             removed.add(word)
             added.discard(word)
-        elif what == "begin":
+        elif what == "add_all":
+            known.add_all(words(walked))
+            model |= walked
+            added |= walked
+            removed -= walked
+        elif what == "begin" or not walking:
             known.begin_replacing()
-            added, removed = set(), set()
+            added, removed, walking = set(), set(), True
+        elif what == "end":
+            known.end_replacing(words(walked))
+            model |= walked - removed
+            walking = False
         else:
             known.replace(words(walked))
             model = (walked | added) - removed
+            walking = False
         assert known.has(words(range(21))).tolist() == [word in model for word in range(21)]
+
+
+def test_what_was_never_there_costs_nothing_and_walks_that_fail_little() -> None:
+    known = Known()
+    for word in range(10_000):
+        known.remove(word)
+    assert not known._removed
+    for start in range(0, 3000, 3):
+        known.begin_replacing()
+        known.end_replacing(words(range(start, start + 3)))
+    assert len(known._before) + len(known._since) < 20
+    assert known.has(words(range(3001))).tolist() == [True] * 3000 + [False]
 
 
 def test_many_are_sorted_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tierkv.config import TierConfig
 from tierkv.testing.driver import NAMESPACE, some_chunks
 from tierkv.tiers.base import Tier, TierContext
 from tierkv.tiers.lookups import LookupPool, LookupTicket, Piece, ask
-from tierkv.types import ChunkName, Chunks, JobResult, LoadJob, RequestContext, StoreJob
+from tierkv.types import ChunkName, Chunks, Flags, JobResult, LoadJob, RequestContext, StoreJob
 
 CHUNKS = some_chunks(6)
 HASHES = [hash_.tobytes() for hash_ in CHUNKS.hashes]
@@ -57,7 +57,7 @@ class BatchTier(StubTier):
     answers: Sequence[bool] | None = None
     batches = 0
 
-    def lookup_batch(self, chunks: Chunks, request: RequestContext) -> Sequence[bool]:
+    def lookup_batch(self, chunks: Chunks, request: RequestContext, required: Flags | None = None) -> Sequence[bool]:
         self.batches += 1
         answers = [self.lookup(chunks.name(i), request) for i in range(len(chunks))]
         return answers if self.answers is None else self.answers

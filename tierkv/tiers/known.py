@@ -64,8 +64,9 @@ class Known:
         with self._lock:
             if self._removed:
                 self._removed.difference_update(words.tolist())
-            self._since.append(ordered)
-            self._merge(self._since)
+            if len(ordered):
+                self._since.append(ordered)
+                self._merge(self._since)
 
     def remove(self, word: int) -> None:
         with self._lock:
@@ -90,8 +91,9 @@ class Known:
     def end_replacing(self, words: Words) -> None:
         """A walk has come to no end. Until then it has found ``words``."""
         with self._lock:
+            gone = np.fromiter(self._removed, np.uint64, len(self._removed))
             self._replacing = False
-        self.add_all(words)
+        self.add_all(words[~np.isin(words, gone)])
 
     def replace(self, words: Words) -> None:
         """A walk has found ``words``; what was added or removed since ``begin_replacing`` comes on top."""
