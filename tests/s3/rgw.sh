@@ -12,30 +12,33 @@ usage() {
     exit 2
 }
 
-# Process ids of what runs on this DIR. Daemons are found by their arguments, not by pid files: those may be missing, or
-# older than a reboot.
+# Process ids of what of a program (of any, without one) runs on this DIR. They are found by their arguments and not by pid
+# files, which may be missing, or older than the machine's last start.
 running() {
     local path args
     for path in /proc/[0-9]*; do
-        mapfile -d '' -t args <"$path/cmdline" || continue
-        for arg in "${args[@]}"; do
-            [[ $arg == "$conf" ]] && echo "${path#/proc/}" && break
-        done
+        mapfile -d '' -t args 2>/dev/null <"$path/cmdline" || continue
+        if [[ " ${args[*]} " == *" -c $conf "* && ${args[0]##*/} == ${1:-*} ]]; then echo "${path#/proc/}"; fi
     done 2>/dev/null
-    true
 }
 
+# Each needs the next one to leave in order: a gateway that cannot say so to the OSD is missed for half a minute after the
+# next start, while no bucket can be made.
 stop() {
-    local pids tries
-    for tries in {1..100}; do
-        pids=$(running)
-        [[ -z $pids ]] && return
-        # The gateway first, while it can still finish its requests; whoever is left after eight seconds is killed.
-        if ((tries == 1)); then kill $pids 2>/dev/null || true; fi
-        if ((tries >= 80)); then kill -9 $pids 2>/dev/null || true; fi
+    local program tries
+    for program in radosgw ceph-osd ceph-mon; do
+        kill $(running $program) 2>/dev/null || true
+        for tries in {1..50}; do
+            [[ -n $(running $program) ]] || break
+            sleep 0.1
+        done
+    done
+    kill -9 $(running) 2>/dev/null || true
+    for tries in {1..50}; do
+        [[ -n $(running) ]] || return 0
         sleep 0.1
     done
-    echo "rgw.sh: still running on $dir: $pids" >&2
+    echo "rgw.sh: still running on $dir: $(running)" >&2
     return 1
 }
 
@@ -95,6 +98,9 @@ osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon allow pool size one = true
 mon max pg per osd = 1000
+# The monitor collects changes for a second before it decides on them, and each new pool is a few of those.
+paxos propose interval = 0.05
+paxos min wait = 0.01
 mon data avail crit = 1
 mon data avail warn = 2
 mon warn on insecure global id reclaim allowed = false
@@ -158,33 +164,33 @@ start() {
     # What a start that failed half way has left is of no use.
     [[ -e $dir/complete ]] || rm -rf "$dir"/{mon,osd,rgw,run,log,ceph.conf*}
     mkdir -p "$dir/log"
-    echo "$(date +%T.%N) start" >>"$setup"
     if [[ ! -e $dir/complete ]]; then
         configure >>"$setup" 2>&1 || fail "no monitor could be made"
         mv "$conf.new" "$conf"
     fi
     ceph-mon -i a -c "$conf" >>"$setup" 2>&1 </dev/null || fail "the monitor does not start"
-    echo "$(date +%T.%N) mon" >>"$setup"
     if [[ ! -e $dir/complete ]]; then
         make_osd >>"$setup" 2>&1 || fail "no OSD could be made"
     fi
-    echo "$(date +%T.%N) mkosd" >>"$setup"
+    # A gateway that looks for an OSD where there is none (any more) waits for ten seconds before it looks again.
+    ceph -c "$conf" --connect-timeout 20 osd down 0 >>"$setup" 2>&1 || fail "the monitor does not answer"
     ceph-osd -i 0 -c "$conf" >>"$setup" 2>&1 </dev/null || fail "the OSD does not start"
-    echo "$(date +%T.%N) osd" >>"$setup"
+    for tries in {1..100}; do
+        ceph -c "$conf" --connect-timeout 20 osd dump 2>>"$setup" | grep -q '^osd.0 up' && break
+        ((tries < 100)) || fail "the OSD does not come up"
+        sleep 0.1
+    done
     radosgw -n client.rgw -c "$conf" --rgw-frontends "beast endpoint=127.0.0.1:$port tcp_nodelay=1" \
         >>"$setup" 2>&1 </dev/null || fail "the gateway does not start"
-    echo "$(date +%T.%N) rgw" >>"$setup"
     for tries in {1..600}; do
         (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && break
         ((tries < 600)) || fail "nothing answers on $url after a minute"
         sleep 0.1
     done
-    echo "$(date +%T.%N) answers" >>"$setup"
     if [[ ! -e $dir/complete ]]; then
         make_users >>"$setup" 2>&1 || fail "the users could not be made"
         touch "$dir/complete"
     fi
-    echo "$(date +%T.%N) done" >>"$setup"
     echo "$url"
 }
 
