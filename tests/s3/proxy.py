@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from io import BufferedReader
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 from urllib.parse import urlsplit
 
 #: Whether a fault is for the request of this method and path (as sent: percent-encoded, without the query).
@@ -407,7 +406,7 @@ class _Link:
         self.socket = opened
         self.server: _Link | None = None
         """Of a client's link: the one on which its requests go on."""
-        self._file: BufferedReader = opened.makefile("rb")
+        self._file: IO[bytes] = opened.makefile("rb", 1 << 16)
 
     def close(self) -> None:
         self._file.close()
