@@ -12,7 +12,7 @@ usage() {
     exit 2
 }
 
-# Process ids of what of a program (of any, without one) runs on this DIR. They are found by their arguments and not by pid
+# Process ids of what runs on this DIR, of one program if it is named. They are found by their arguments and not by pid
 # files, which may be missing, or older than the machine's last start.
 running() {
     local path args
@@ -22,8 +22,8 @@ running() {
     done 2>/dev/null
 }
 
-# Each needs the next one to leave in order: a gateway that cannot say so to the OSD is missed for half a minute after the
-# next start, while no bucket can be made.
+# Each needs the next one to leave in order: a gateway that could not tell the OSD is waited for after the next start, for
+# half a minute in which no bucket can be made.
 stop() {
     local program tries
     for program in radosgw ceph-osd ceph-mon; do
@@ -66,7 +66,8 @@ PY
 }
 
 # bluestore, because what it has acknowledged is there again after any stop; memstore keeps all objects in memory and
-# writes them out only when it is closed properly. Both start equally fast. `block` is a sparse file: it takes what is stored.
+# writes them out only when it is closed properly. Both start equally fast. The device is a sparse file, which takes as
+# much of the disk as is stored.
 configure() {
     mkdir -p "$dir"/{mon,osd,rgw,run,log}
     local fsid monitor
@@ -158,7 +159,10 @@ start() {
         echo "rgw.sh: something listens on 127.0.0.1:$port already" >&2
         exit 1
     fi
-    [[ -z $(running) ]] || fail "$dir is in use already"
+    if [[ -n $(running) ]]; then
+        echo "rgw.sh: $dir is in use; stop it first" >&2
+        exit 1
+    fi
 
     local setup="$dir/log/setup.log"
     # What a start that failed half way has left is of no use.

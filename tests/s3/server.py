@@ -124,13 +124,6 @@ def running() -> Iterator[Server]:
         yield _probed(endpoint)
 
 
-def header() -> str:
-    """A line for the head of a test report."""
-    if endpoint := os.environ.get(VARIABLE):
-        return f"S3: {endpoint}"
-    return f"S3: moto, which checks no signatures; {VARIABLE} can name another server, see CONTRIBUTING.md"
-
-
 def needs_signatures(server: Server) -> None:
     """Skip the test that calls this unless the server refuses who has a wrong secret."""
     if not server.checks_signatures:

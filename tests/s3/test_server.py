@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from server import VARIABLE, Server, header, needs_signatures, running
+from server import VARIABLE, Server, needs_signatures, running
 
 RGW = Path(__file__).with_name("rgw.sh")
 
@@ -68,7 +68,6 @@ def test_a_wrong_secret_is_refused(s3: Server, bucket: str) -> None:
 
 def test_without_the_variable_it_is_moto_which_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert "moto" in header()
     with running() as server:
         assert server.kind == "moto" and not server.checks_signatures
         with pytest.raises(pytest.skip.Exception, match=r"set TIERKV_TEST_S3, see CONTRIBUTING\.md"):
@@ -80,7 +79,6 @@ def test_without_the_variable_it_is_moto_which_leaves_nothing(monkeypatch: pytes
         monkeypatch.setenv(VARIABLE, server.endpoint + "/")
         with running() as named:
             assert named == server
-        assert server.endpoint in header()
 
 
 # The script
@@ -134,7 +132,8 @@ def test_a_gateway_that_starts_again_has_its_data(tmp_path: Path, monkeypatch: p
             assert server.kind == "rgw" and server.checks_signatures
             server.make_bucket("bucket")
             server.write("bucket", "a", b"12345" * 1000)
-            assert script("start", str(tmp_path / "rgw"), f"{port + 1}").returncode == 1  # and leaves it alone
+            assert "in use" in script("start", str(tmp_path / "rgw"), f"{port + 1}").stderr
+            assert server.objects("bucket") == {"a": 5000}
             assert script("stop", str(tmp_path / "rgw")).returncode == 0
             assert script("start", str(tmp_path / "rgw"), f"{port}").returncode == 0
             assert server.read("bucket", "a") == b"12345" * 1000
