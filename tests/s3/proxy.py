@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 #: Whether a fault is for the request of this method and path (as sent: percent-encoded, without the query).
@@ -406,7 +407,7 @@ class _Link:
         self.socket = opened
         self.server: _Link | None = None
         """Of a client's link: the one on which its requests go on."""
-        self._file: IO[bytes] = opened.makefile("rb", 1 << 16)
+        self._file: BufferedReader = opened.makefile("rb")
 
     def close(self) -> None:
         self._file.close()

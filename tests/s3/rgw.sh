@@ -114,6 +114,8 @@ bluestore block size = $((20 << 30))
 bluestore fsck on mount = false
 osd memory target = $((1 << 30))
 osd op num shards = 2
+# After a kill, no bucket can be made for so long: the gateway of before is still asked whether it knows of it.
+osd client watch timeout = 10
 
 [client.rgw]
 rgw thread pool size = 64
