@@ -15,7 +15,10 @@ def words(values: object) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(list(values), np.uint64)  # type: ignore[call-overload]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "add_all", "remove", "begin", "end", "replace"]), WORDS, st.sets(WORDS))))
+STEPS = st.sampled_from(["add", "add_all", "remove", "begin", "end", "replace"])
+
+
+@given(st.lists(st.tuples(STEPS, WORDS, st.sets(WORDS))))
 def test_as_a_set(steps: list[tuple[str, int, set[int]]]) -> None:
     known, model = Known(), set[int]()
     added, removed, walking = set[int](), set[int](), False
