@@ -129,3 +129,20 @@ def test_a_signed_header_that_no_writer_may_write_is_malformed(offset: int, valu
 def test_a_hash_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RecordError, match="hash"):
         record.encode_header(NAME._replace(block_hash=bytes(65)), 1, 1)
+
+
+@given(st.integers(1, 700), st.integers(-612, 5), st.none() | st.integers(0, 611))
+def test_in_pieces_the_verdict_is_the_same(step: int, longer: int, flipped: int | None) -> None:
+    raw = bytearray(make(NAME, PAYLOAD))
+    raw = raw[: len(raw) + longer] if longer < 0 else raw + bytes(longer)
+    if flipped is not None and flipped < len(raw):
+        raw[flipped] ^= 1
+    pieces = [raw[start : start + step] for start in range(0, len(raw), step)]
+    try:
+        record.verify(raw, NAME, len(PAYLOAD))
+    except RecordError as expected:
+        with pytest.raises(RecordError) as caught:
+            record.verify_pieces(pieces, NAME, len(raw))
+        assert caught.value.reason == expected.reason
+    else:
+        record.verify_pieces(pieces, NAME, len(raw))

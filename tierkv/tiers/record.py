@@ -45,6 +45,7 @@ Each refusal is a ``RecordError`` whose ``reason`` is one of ``REASONS``.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tierkv.errors import RecordError
@@ -206,3 +207,26 @@ def verify(record: Buffer, name: ChunkName, length: int) -> Header:
     check_size(header, len(view))
     check_payload(header, view[HEADER_BYTES:])
     return header
+
+
+def verify_pieces(pieces: Iterable[Buffer], name: ChunkName, size: int) -> None:
+    """Accept ``pieces``, one behind the other, as a record of ``size`` bytes, that of ``name``, of whatever length.
+
+    Raises:
+        RecordError: see ``REASONS``.
+    """
+    header, head, digest = None, b"", PayloadChecksum()
+    for piece in pieces:
+        payload = memoryview(piece)
+        if header is None:
+            missing = HEADER_BYTES - len(head)
+            head, payload = head + bytes(payload[:missing]), payload[missing:]
+            if len(head) < HEADER_BYTES:
+                continue
+            header = decode_header(head)
+            check(header, name, header.length)
+            check_size(header, size)
+        digest.update(payload)
+    if header is None:
+        header = decode_header(head)  # says that it is too short
+    check_checksum(header.checksum, digest.intdigest())
