@@ -39,7 +39,7 @@ LAZY = {"vllm", "torch", "transformers", "matplotlib", "tqdm"}
 LAZY_PARTS = ("bench", "cli")
 
 #: What of tierkv.tiers all tiers share.
-SHARED_BY_TIERS = ("base", "record", "headers", "paths", "known", "io", "lookups", "breaker", "throttle")
+SHARED_BY_TIERS = ("base", "record", "headers", "paths", "known", "io", "lookups", "breaker", "throttle", "admin")
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

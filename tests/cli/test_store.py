@@ -206,7 +206,7 @@ def test_ls_and_verify_look_into_segments(segments: Path, capsys: pytest.Capture
 def test_damage_in_a_segment_is_found_and_removed(segments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tierkv.tiers.fs import admin
 
-    each = [found for found in admin.stored(admin.open_root(str(segments))) if found.place][4]
+    each = [found for found in admin.open_root(str(segments)).stored() if found.place][4]
     assert each.place is not None
     with open(each.path, "r+b") as file:
         file.seek(each.place[1] + 1000)

@@ -9,18 +9,22 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli import reach
+
 if TYPE_CHECKING:
-    from tierkv.tiers.fs.admin import SpaceSummary
+    from tierkv.tiers.admin import SpaceSummary
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Looks at the directory of an fs tier, with or without engines that use it at the same time.
+Looks at the directory of an fs tier, or at the bucket of an obj tier, with or without engines that use it at the same
+time. When an object was last used, no store knows: it counts as used when it was written.
 """
 
 _PRUNE = """\
 Removes records. Without --unused-for and --to-bytes, all of the namespace go; one of the three must be given. What an
-engine uses meanwhile stays, and what it misses it computes again.
+engine uses meanwhile stays, and what it misses it computes again. Objects count as used when they were written, and go
+whether an engine uses them or not.
 """
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -38,11 +42,16 @@ def add_parser(subparsers: Subparsers) -> None:
     stats = _add(commands, "stats", "count records and bytes, by namespace, group and age")
     stats.set_defaults(run=run_stats)
     verify = _add(commands, "verify", "read every record and check it; exit code 1 if one is damaged")
-    verify.add_argument("--remove", action="store_true", help="remove damaged records")
+    verify.add_argument(
+        "--remove", action="store_true", help="remove damaged records; not what a store fails to deliver"
+    )
     verify.set_defaults(run=run_verify)
     prune = _add(commands, "prune", "remove records by namespace, age or size", _PRUNE)
     prune.add_argument(
-        "--unused-for", type=_seconds, metavar="TIME", help="not used for this long: a number and s, m, h or d"
+        "--unused-for",
+        type=_seconds,
+        metavar="TIME",
+        help="not used (objects: written) for this long: a number and s, m, h or d",
     )
     prune.add_argument(
         "--to-bytes", type=_bytes, metavar="N", help="the least recently used, until so much is left: 500G, say"
@@ -52,9 +61,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from tierkv.tiers.fs import admin
+    from tierkv.tiers import admin
 
-    found = admin.summaries(admin.open_root(args.path), args.namespace)
+    with reach.open_storage(args) as storage:
+        found = admin.summaries(storage, args.namespace)
     if args.json:
         _print_json([_fields(summary) for summary in found])
         return 0
@@ -71,19 +81,20 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def run_stats(args: argparse.Namespace) -> int:
-    from tierkv.tiers.fs import admin
+    from tierkv.tiers import admin
 
-    root = admin.open_root(args.path)
-    found = admin.summaries(root, args.namespace)
+    with reach.open_storage(args) as storage:
+        found = admin.summaries(storage, args.namespace)
+        ledger = storage.used_bytes()
     records, nbytes = sum(summary.records for summary in found), sum(summary.nbytes for summary in found)
     ages = {age: sum(summary.ages[age] for summary in found) for age in admin.AGES}
-    ledger = admin.used_bytes(root)
     if args.json:
         totals = {"records": records, "bytes": nbytes, "ledger_bytes": ledger, "ages": ages}
         _print_json([{**totals, "spaces": [_fields(summary) for summary in found]}])
         return 0
     print(f"{records:,} records, {_size(nbytes)}")
-    print(f"ledger: {'not counted' if ledger is None else _size(ledger)} in use or promised to running processes")
+    if ledger is not None:
+        print(f"ledger: {_size(ledger)} in use or promised to running processes")
     print("last used: " + ", ".join(f"{age} {count:,}" for age, count in ages.items()))
     for summary in found:
         groups = ", ".join(f"group {group}: {count:,}" for group, count in sorted(summary.groups.items()))
@@ -92,25 +103,23 @@ def run_stats(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from tierkv.tiers.fs import admin
+    from tierkv.tiers import admin
 
-    root = admin.open_root(args.path)
-    watched = sys.stderr.isatty()
-    progress = _Progress(sum(each.nbytes for each in admin.stored(root, args.namespace)) if watched else 0)
     problems = []
-    for problem in admin.verify(root, args.namespace, progress.add):
+    with reach.open_storage(args) as storage:
+        watched = sys.stderr.isatty()
+        progress = _Progress(sum(each.nbytes for each in storage.stored(args.namespace)) if watched else 0)
+        for problem in admin.verify(storage, args.namespace, progress.add):
+            progress.clear()
+            problems.append(problem)
+            if args.json:
+                where, place = problem.stored.path, problem.stored.place
+                offset = {} if place is None else {"offset": place[0]}
+                _print_json([{"path": where, **offset, "reason": problem.reason, "detail": problem.detail}])
+            else:
+                print(f"{problem.stored}: {problem.detail or problem.reason}", flush=True)
         progress.clear()
-        problems.append(problem)
-        if args.json:
-            where, place = problem.stored.path, problem.stored.place
-            offset = {} if place is None else {"offset": place[0]}
-            _print_json([{"path": where, **offset, "reason": problem.reason, "detail": problem.detail}])
-        else:
-            print(f"{problem.stored}: {problem.detail or problem.reason}", flush=True)
-    progress.clear()
-    removed = 0
-    if args.remove:
-        removed = admin.remove(root, [problem.stored for problem in problems])[0]
+        removed = admin.remove_damaged(storage, problems) if args.remove else 0
     if args.json:
         _print_json([{"records": progress.records, "damaged": len(problems), "removed": removed}])
     else:
@@ -121,17 +130,17 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_prune(args: argparse.Namespace) -> int:
     from tierkv.errors import ConfigError
-    from tierkv.tiers.fs import admin
+    from tierkv.tiers import admin
 
     if not args.namespace and args.unused_for is None and args.to_bytes is None:
         raise ConfigError("prune", "nothing says what is to go", "--namespace, --unused-for or --to-bytes")
-    root = admin.open_root(args.path)
     prune = admin.Prune(namespace=args.namespace, unused_s=args.unused_for, to_bytes=args.to_bytes)
-    chosen = admin.choose(root, prune)
-    if args.dry_run:
-        count, nbytes = len(chosen), sum(each.nbytes for each in chosen)
-    else:
-        count, nbytes = admin.remove(root, chosen)
+    with reach.open_storage(args) as storage:
+        chosen = admin.choose(storage, prune)
+        if args.dry_run:
+            count, nbytes = len(chosen), sum(each.nbytes for each in chosen)
+        else:
+            count, nbytes = storage.remove(chosen)
     if args.json:
         _print_json([{"records": count, "bytes": nbytes, "dry_run": args.dry_run}])
     else:
@@ -164,9 +173,14 @@ class _Progress:
 
 def _add(commands: Subparsers, name: str, short: str, description: str | None = None) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=short, description=description or f"{short[0].upper()}{short[1:]}.")
-    parser.add_argument("path", metavar="PATH", help="the root_dir of an fs tier")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="the root_dir of an fs tier, or the URL of an obj tier: s3://bucket/prefix, gs://…, az://…, file:///…",
+    )
     parser.add_argument("--namespace", type=_hex, default="", metavar="HEX", help="only those that begin with this")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    reach.add_options(parser)
     return parser
 
 
