@@ -375,7 +375,7 @@ def test_no_credentials(stored: Place, capsys: Any, monkeypatch: pytest.MonkeyPa
         (["gs://bucket/a", "--endpoint", "http://127.0.0.1:1"], "--endpoint: given, but 'gs://bucket/a' is another"),
         (["/tmp", "--ca-bundle", "file"], "--ca-bundle: given, but '/tmp' is a directory"),
         (["s3://bucket/a", "--ca-bundle", "/none"], "--ca-bundle: '/none' cannot be read"),
-        (["s3://bucket/a", "--profile", "none"], "--profile: cannot be used"),
+        (["s3://bucket/a", "--profile", "none"], "--profile: cannot be found"),
         (["s3://bucket/a", "--endpoint", "ftp://127.0.0.1"], "--endpoint: 'ftp://127.0.0.1' has the scheme ftp"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from tierkv.errors import ConfigError, RecordError
 from tierkv.tiers import record
 from tierkv.tiers.admin import Storage, Stored
 from tierkv.tiers.io import ABSENT
-from tierkv.tiers.obj.bucket import Bucket, Listed
+from tierkv.tiers.obj.bucket import Bucket, Found
 from tierkv.tiers.obj.config import ObjTierConfig
 from tierkv.tiers.paths import DESCRIPTION, DIGEST, parse
 
@@ -72,7 +73,7 @@ class _BucketStorage(Storage):
             if not directory.startswith(namespace):
                 continue
             with self._bucket.explained("list"):
-                for page in self._bucket.list(directory, _FOREVER):
+                for page in self._bucket.pages(directory, _FOREVER):
                     for each in page:
                         name = parse(each.path) if each.path.count("/") == 3 else None
                         if name is not None:
@@ -86,13 +87,14 @@ class _BucketStorage(Storage):
         return found
 
     def check(self, stored: Stored) -> None:
-        size, pieces = self._bucket.read(self._path(stored), _FOREVER)
-        record.verify_pieces(pieces, stored.name, size)
+        found, pieces = self._bucket.read(self._path(stored), _FOREVER)
+        with contextlib.closing(pieces):
+            record.verify_pieces(pieces, stored.name, found.nbytes)
 
     def is_there(self, stored: Stored) -> bool:
         """It is asked for anew. A store that does not answer is not what was looked for, and an error."""
         with self._bucket.explained("read"):
-            found = self._bucket.find([self._path(stored)], _FOREVER)[0]
+            found = self._bucket.find_all([self._path(stored)], _FOREVER)[0]
         return found is not None and _written(found) == stored.written
 
     def remove(self, chosen: Sequence[Stored]) -> tuple[int, int]:
@@ -109,6 +111,6 @@ class _BucketStorage(Storage):
         return stored.path.removeprefix(self._before)
 
 
-def _written(found: Listed) -> object:
+def _written(found: Found) -> object:
     """By the second: an answer for one object has no fractions."""
     return found.nbytes, found.e_tag or int(found.written_s)
