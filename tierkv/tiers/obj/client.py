@@ -38,6 +38,8 @@ _TLS_PROBLEMS = {
     "NotValidForNameContext": ("the server's certificate is another host's", "endpoint_override"),
 }
 
+#: Connections that nobody has used for so long are closed.
+_IDLE_S = 15.0
 #: Pauses between attempts grow from the first to the last.
 _FIRST_PAUSE, _LAST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 
@@ -84,6 +86,8 @@ def open_target(config: ObjTierConfig, retry_s: float) -> Target:
     client: dict[str, Any] = {
         "connect_timeout": _duration(config.connect_timeout_s),
         "timeout": _duration(config.timeout_s),
+        # One that is still being made when the client goes is closed only then.
+        "pool_idle_timeout": _duration(_IDLE_S),
     }
     if store.ca_bundle:
         client["root_certificate"] = _certificates(config)
