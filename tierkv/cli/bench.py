@@ -40,6 +40,12 @@ the share of what plain threads read and write below the same directory; then wh
 the scheduler's thread.
 """
 
+_OBJ = """\
+Stores chunks in the obj tier and loads them, compares every byte, and measures the share of what plain obstore does on
+the same server with as many connections; then lookups. Credentials come from the environment or from AWS's files.
+Everything is written below a name of its own, and removed.
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("bench", help="measure what tierkv costs the engine")
@@ -105,6 +111,14 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_copies(fs, rounds=5)
     _add_against(fs)
     fs.set_defaults(run=run_fs)
+    obj = _bench(benches, "obj", "the obj tier, and what its store can do", _OBJ)
+    obj.add_argument("--url", required=True, help="where to write: s3://bucket/prefix, or what else the tier knows")
+    obj.add_argument("--endpoint", default="", metavar="URL", help="of the server (default: AWS's of the region)")
+    obj.add_argument("--region", default="", metavar="NAME", help="default: that of the environment or AWS's files")
+    obj.add_argument("--ca-bundle", default="", metavar="FILE", help="certificates to trust beside the system's")
+    obj.add_argument("--profile", default="", metavar="NAME", help="which of AWS's configuration files")
+    _add_copies(obj, rounds=5, nbytes=512 << 20)
+    obj.set_defaults(run=run_obj)
 
 
 def run_index(args: argparse.Namespace) -> int:
@@ -185,6 +199,23 @@ def run_fs(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_obj(args: argparse.Namespace) -> int:
+    from tierkv.bench import obj
+    from tierkv.bench.report import Report
+
+    options = obj.ObjOptions(
+        url=args.url,
+        endpoint=args.endpoint,
+        region=args.region,
+        ca_bundle=args.ca_bundle,
+        profile=args.profile,
+        nbytes=args.bytes,
+        rounds=args.rounds,
+    )
+    obj.run(options, Report("obj", args.json))
+    return 0
+
+
 def _bench(benches: Subparsers, name: str, short: str, description: str) -> argparse.ArgumentParser:
     """A benchmark's parser, with what all of them have."""
     parser = benches.add_parser(
@@ -194,9 +225,9 @@ def _bench(benches: Subparsers, name: str, short: str, description: str) -> argp
     return parser
 
 
-def _add_copies(parser: argparse.ArgumentParser, rounds: int = 7) -> None:
+def _add_copies(parser: argparse.ArgumentParser, rounds: int = 7, nbytes: int = 256 << 20) -> None:
     parser.add_argument(
-        "--bytes", type=_positive, default=256 << 20, metavar="N", help="moved in a turn (default: %(default)s)"
+        "--bytes", type=_positive, default=nbytes, metavar="N", help="moved in a turn (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=_positive, default=rounds, metavar="N", help="turns (default: %(default)s)")
 
