@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import obstore
 import pytest
 from obstore.store import S3Store
-from server import REGION, Server, running
+from s3_server import REGION, Server, running
 
 from tierkv.testing import leaks
 from tierkv.testing.leaks import no_leaked_fds, no_leaked_shm, no_leaked_threads  # noqa: F401

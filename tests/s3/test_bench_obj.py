@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import Server
+from s3_server import Server
 
 from tierkv import cli
 from tierkv.bench import BenchError, obj

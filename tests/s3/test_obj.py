@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from proxy import Delay, FaultProxy, Hang, s3_error
-from server import REGION, Server, needs_signatures
-from tiers_of import config_of, driver_of, is_record, path_of, tier_of
+from s3_proxy import Delay, FaultProxy, Hang, s3_error
+from s3_server import REGION, Server, needs_signatures
+from s3_tiers import config_of, driver_of, is_record, path_of, tier_of
 
 from tierkv.config import parse_tier
 from tierkv.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server import Server
+from s3_server import Server
 
 from tierkv.testing.tier_contract import TierContract
 from tierkv.tiers.base import Tier, TierContext

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from proxy import AlterBody, CutBody, Delay, Drop, Fault, FaultProxy, Hang, Slow, Status, Times, s3_error
-from server import Server
-from tiers_of import driver_of, is_record
+from s3_proxy import AlterBody, CutBody, Delay, Drop, Fault, FaultProxy, Hang, Slow, Status, Times, s3_error
+from s3_server import Server
+from s3_tiers import driver_of, is_record
 
 from tierkv.errors import RemoteError
 from tierkv.testing.driver import TierDriver, some_chunks

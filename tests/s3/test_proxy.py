@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError, SSLError
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
-from proxy import (
+from s3_proxy import (
     AlterBody,
     CutBody,
     Delay,
@@ -26,7 +26,7 @@ from proxy import (
     flip_middle_bit,
     s3_error,
 )
-from server import REGION, Server
+from s3_server import REGION, Server
 
 DATA = bytes(range(256)) * 1000
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from server import VARIABLE, Server, needs_signatures, running
+from s3_server import VARIABLE, Server, needs_signatures, running
 
 RGW = Path(__file__).with_name("rgw.sh")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from proxy import FaultProxy, Hang, s3_error
-from server import Server, needs_signatures
+from s3_proxy import FaultProxy, Hang, s3_error
+from s3_server import Server, needs_signatures
 
 from tierkv import cli
 from tierkv.keys import new_generation

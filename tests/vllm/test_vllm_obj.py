@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from proxy import AlterBody, CutBody, Delay, Fault, FaultProxy, Status, s3_error
-from server import REGION, Server, running
+from s3_proxy import AlterBody, CutBody, Delay, Fault, FaultProxy, Status, s3_error
+from s3_server import REGION, Server, running
 from vllm_harness import BLOCK, Engine, assert_shm_clean, connector, most_hits, same, shm_names, tokens, wait_for
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from server import REGION, Server
+from s3_server import REGION, Server
 
 from tierkv.testing.driver import TierDriver
 from tierkv.tiers.base import Deadlines, TierContext
