@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from s3_proxy import Delay, FaultProxy, Hang, s3_error
+from s3_proxy import Delay, FaultProxy, Hang, Times, s3_error
 from s3_server import REGION, Server, needs_signatures
 from s3_tiers import config_of, driver_of, is_record, path_of, tier_of
 
@@ -19,6 +22,9 @@ from tierkv.errors import ConfigError
 from tierkv.keys import new_generation
 from tierkv.testing.driver import NAMESPACE, SPACE, TierDriver, some_chunks
 from tierkv.tiers import record
+from tierkv.tiers.base import Deadlines
+from tierkv.tiers.breaker import verdict
+from tierkv.tiers.lookups import LookupPool, Piece
 from tierkv.tiers.obj import ObjTier
 from tierkv.tiers.obj.config import ObjTierConfig, StoreConfig
 from tierkv.types import RequestContext, Space
@@ -220,6 +226,98 @@ def test_many_unknown_ones_are_listed_instead(s3: Server, bucket: str) -> None:
         assert proxy.count("HEAD") == 8 and proxy.count("GET") == 1
 
 
+def test_what_is_not_needed_is_looked_for_to_the_end(s3: Server, bucket: str) -> None:
+    """Of windows and of states, often only the last ones are kept."""
+    chunks = some_chunks(100)
+    with driver_of(s3, bucket) as driver:
+        driver.fill([0, 1])
+        assert driver.store(chunks.take([98, 99]), [0, 1]).ok.all()
+    with driver_of(s3, bucket, list_interval_s=0) as driver:
+        lookup = driver.tier.lookup_batch  # type: ignore[attr-defined]
+        assert np.flatnonzero(lookup(chunks, REQUEST, np.zeros(100, np.bool_))).tolist() == [98, 99]
+    with driver_of(s3, bucket, list_interval_s=0) as driver:
+        assert np.flatnonzero(_found(driver, chunks)).tolist() == [98, 99]
+
+
+def test_a_listing_that_hangs_costs_no_lookup(s3: Server, bucket: str) -> None:
+    chunks = some_chunks(60)
+    with FaultProxy(s3.endpoint) as proxy:
+        fields: dict[str, Any] = {"endpoint_override": proxy.url, "timeout_s": 30.0}
+        with driver_of(s3, bucket, deadlines=Deadlines(6.0, 30.0, 30.0), **fields) as driver:
+            assert not driver.tier.lookup(some_chunks(1, seed=5).name(0), REQUEST)
+            tier = driver.tier
+            _wait(lambda: tier._names is not None, "the first listing")  # type: ignore[attr-defined]
+            with driver_of(s3, bucket) as writer:
+                writer.fill(range(60))
+                assert writer.store(chunks, range(60)).ok.all()
+            proxy.fault = Hang(when=lambda method, path: method == "GET" and not is_record(path))
+            assert _found(driver, chunks) == [True] * 60, "in time, and by asking for each"
+            proxy.fault = None
+
+
+# ── what is there, and no good ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_another_has_mended_is_served(s3: Server, bucket: str) -> None:
+    chunks = some_chunks(2)
+    with driver_of(s3, bucket) as writer:
+        payloads = writer.fill(range(2))
+        assert writer.store(chunks, range(2)).ok.all()
+        good = s3.read(bucket, path_of(chunks, 0))
+        assert good is not None
+        with driver_of(s3, bucket, mode="read", list_interval_s=0.1) as reader:
+            s3.write(bucket, path_of(chunks, 0), good[:-1] + b"?")
+            assert reader.load(chunks, [0, 1]).reasons == {0: "checksum"}
+            assert _found(reader, chunks) == [False, True]
+            s3.write(bucket, path_of(chunks, 0), good)
+            _wait(lambda: _found(reader, chunks) == [True, True], "a listing that shows it")
+            assert reader.load(chunks, [0, 1]).ok.all() and reader.payload(0) == payloads[0]
+
+
+def test_what_another_has_mended_is_not_sent_again(s3: Server, bucket: str) -> None:
+    chunks = some_chunks(1)
+    with FaultProxy(s3.endpoint) as proxy, driver_of(s3, bucket, endpoint_override=proxy.url) as driver:
+        driver.fill([0])
+        assert driver.store(chunks, [0]).ok.all()
+        good = s3.read(bucket, path_of(chunks, 0))
+        assert good is not None
+        s3.write(bucket, path_of(chunks, 0), good[:-1] + b"?")
+        assert driver.load(chunks, [1]).reasons == {0: "checksum"}
+        s3.write(bucket, path_of(chunks, 0), good)
+        proxy.reset_counts()
+        assert driver.store(chunks, [0]).ok.all()
+        assert proxy.count("PUT") == 0 and driver.load(chunks, [1]).ok.all()
+
+
+def test_an_object_that_is_too_short_is_replaced(s3: Server, bucket: str) -> None:
+    """Also if it came after the lookup, so that the store believes that there is none."""
+    chunks = some_chunks(2)
+    with driver_of(s3, bucket) as driver:
+        driver.fill(range(2))
+        s3.write(bucket, path_of(chunks, 0), b"short")
+        assert not any(_found(driver, chunks))
+        s3.write(bucket, path_of(chunks, 1), b"short")
+        assert driver.store(chunks, range(2)).ok.all()
+        assert driver.load(chunks, [2, 3]).ok.all()
+
+
+def test_a_conflict_is_no_success(s3: Server, bucket: str) -> None:
+    """Some stores answer 409 to two that write one object at the same time; there may be none."""
+    chunks = some_chunks(3)
+    with FaultProxy(s3.endpoint) as proxy, driver_of(s3, bucket, endpoint_override=proxy.url) as driver:
+        driver.fill(range(3))
+        proxy.fault = Times(3, s3_error(409, "ConditionalRequestConflict", when=lambda method, path: method == "PUT"))
+        assert driver.store(chunks, range(3)).ok.all()
+        proxy.fault = None
+        assert driver.load(chunks, range(3, 6)).ok.all()
+        proxy.fault = s3_error(409, "OperationAborted", when=lambda method, path: method == "PUT")
+        assert set(driver.store(some_chunks(3, seed=1), range(3)).reasons.values()) == {"busy"}
+        proxy.fault = s3_error(404, "NoSuchKey", when=lambda method, path: method == "PUT")
+        result = driver.store(some_chunks(3, seed=1), range(3))
+        assert set(result.reasons.values()) == {"refused"} and verdict(result) is False
+        proxy.fault = None
+
+
 # ── reading only ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -261,6 +359,52 @@ def test_close_does_not_wait_for_a_server_that_hangs(s3: Server, bucket: str) ->
         assert set(jobs) <= set(reports)
         assert all(set(reports[job].reasons.values()) == {"closed"} for job in jobs)
         proxy.fault = None
+
+
+def test_close_while_a_listing_ends(s3: Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that lists learns of it, whatever it is doing."""
+    listing, go_on = threading.Event(), threading.Event()
+    listed = ObjTier._list
+
+    def slow(self: ObjTier, space: Space, until: float) -> bool:
+        answer = listed(self, space, until)
+        listing.set()
+        assert go_on.wait(30)
+        return answer
+
+    monkeypatch.setattr(ObjTier, "_list", slow)
+    driver = driver_of(s3, bucket)
+    driver.tier.lookup(some_chunks(1).name(0), REQUEST)
+    assert listing.wait(30)
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    time.sleep(0.2)
+    go_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_without_listings_there_is_no_thread_for_them(s3: Server, bucket: str) -> None:
+    with driver_of(s3, bucket, list_interval_s=0) as driver:
+        driver.tier.lookup(some_chunks(1).name(0), REQUEST)
+        assert not [thread for thread in threading.enumerate() if thread.name.endswith("-list-0")]
+
+
+def test_the_interpreter_may_end_without_close(s3: Server, bucket: str) -> None:
+    code = f"""
+import numpy as np
+from tierkv.testing.driver import TierDriver, some_chunks
+from tierkv.tiers.obj import ObjTier
+from tierkv.tiers.obj.config import ObjTierConfig
+config = ObjTierConfig(type="obj", bucket={bucket!r}, endpoint_override={s3.endpoint!r}, region={REGION!r},
+                       access_key={s3.access_key!r}, secret_key={s3.secret_key!r})
+driver = TierDriver(lambda context: ObjTier(config, context), slot_bytes=1 << 20)
+driver.fill(range(64))
+driver.submit(driver.store_job(some_chunks(64), range(64)))
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,6 +456,13 @@ def test_vllm_s_form_is_accepted(s3: Server, bucket: str) -> None:
         ({"ca_bundle": "/does/not/exist"}, "ca_bundle"),
         ({"ca_bundle": __file__}, "ca_bundle"),
         ({"options": {"colour": "green"}}, "options"),
+        ({"prefix": "a//b"}, "prefix"),
+        ({"prefix": "../b"}, "prefix"),
+        ({"bucket": "", "url": "s3:///x"}, "url"),
+        ({"bucket": "", "url": "s3://b/x?y=z"}, "url"),
+        ({"bucket": "", "url": "s3://b/x//y"}, "url"),
+        ({"bucket": "", "url": "memory:///"}, "url"),
+        ({"bucket": "", "url": "file:///nowhere", "region": ""}, "endpoint_override"),
         ({"access_key": "", "secret_key": "", "profile": "nobody"}, "profile"),
     ],
 )
@@ -443,7 +594,31 @@ def test_secrets_are_in_no_message(s3: Server, bucket: str, caplog: pytest.LogCa
             driver.fill([0])
             assert driver.store(some_chunks(1), [0]).reasons == {0: "forbidden"}
             assert s3.secret_key not in repr(driver.tier)
+            pool = LookupPool()
+            ticket = pool.submit([driver.tier], [Piece(some_chunks(1, seed=3), np.ones(1, np.bool_))], REQUEST)
+            _wait(lambda: ticket.done, "the lookup")
+            pool.close()
+            assert pool.failures
+            proxy.fault = None
     assert caplog.text and not any(word in caplog.text for word in (secret, token, s3.secret_key))
+    others = ObjTierConfig(type="obj", url=f"az://{secret}@c/x?sas={secret}", options={"account_key": secret})
+    assert secret not in repr(others) and "account_key" in repr(others)
+    with pytest.raises(ConfigError) as caught:
+        TierDriver(tier_of(s3, bucket, options={"virtual_hosted_style_request": secret}))
+    assert secret not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_environment_changes_nothing_that_is_said(s3: Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    with FaultProxy(s3.endpoint) as proxy:
+        with driver_of(s3, bucket, endpoint_override=proxy.url) as driver:
+            driver.fill([0])
+            assert driver.store(some_chunks(1), [0]).ok.all()
+        (put,) = [seen for seen in proxy.requests if seen.method == "PUT" and is_record(seen.path)]
+        assert put.headers["x-amz-content-sha256"] != "UNSIGNED-PAYLOAD" and put.headers["if-none-match"] == "*"
 
 
 def test_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, s3: Server, bucket: str) -> None:

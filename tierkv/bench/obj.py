@@ -595,7 +595,8 @@ class Asked:
 
     def _look(self, side: TierSide, hashes: list[bytes], expected: bool) -> float:
         chunks, answers = make_chunks(self._space, 0, hashes), list[bool]()
-        spent = timed(lambda: answers.extend(side.tier.lookup_batch(chunks, RequestContext())))
+        required = np.ones(len(chunks), np.bool_)  # as of a group without a window
+        spent = timed(lambda: answers.extend(side.tier.lookup_batch(chunks, RequestContext(), required)))
         if answers != [expected] * len(hashes):
             raise BenchError(f"tierkv: {sum(answers)} of {len(hashes)} chunks were found, which are there: {expected}")
         return spent.wall

@@ -233,7 +233,8 @@ class CallPool:
         timer.cancel()
         turns.running.discard(task)
         if task.cancelled():
-            outcome: int | str | None = CLOSED if self._closed else self._late()
+            # Also when the interpreter ends, and nobody has closed the pool.
+            outcome: int | str | None = self._late() if self._loop.time() >= chunk.until else CLOSED
         else:
             error = task.exception()
             outcome = task.result() if error is None else self._reports.word(error)
