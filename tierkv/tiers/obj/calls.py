@@ -46,7 +46,10 @@ class Calls:
         self.loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._waited_for: set[concurrent.futures.Future[Any]] = set()
+        self._pools: weakref.WeakSet[CallPool] = weakref.WeakSet()
         self._closed = False
+        #: Some call was cancelled.
+        self.gave_up = False
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier}-http-0", daemon=True)
         try:
             self._thread.start()
@@ -80,11 +83,13 @@ class Calls:
             self._closed = True
             given_up = list(self._waited_for)
         for future in given_up:
-            future.cancel()
+            self.gave_up |= future.cancel()
 
     def close(self) -> None:
-        """End the thread, when all that was given up has let go. Nobody runs calls any more."""
+        """End the pools and the thread, when all that was given up has let go. Nobody runs calls any more."""
         self.stop()
+        for pool in list(self._pools):
+            pool.close()
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -97,7 +102,7 @@ class Calls:
             for task in left:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            if left:  # or the client finds the loop closed, and complains on stderr
+            if left or self.gave_up:  # or the client finds the loop closed, and complains on stderr
                 self.loop.run_until_complete(asyncio.sleep(_ANSWER_S))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
@@ -161,7 +166,9 @@ class CallPool:
         self, tier: str, calls: Calls, n_reads: int, n_writes: int, wake: Callable[[], None] = lambda: None
     ) -> None:
         self._tier = tier
+        self._calls = calls
         self._loop = calls.loop
+        calls._pools.add(self)
         self._reports = Reports(tier, wake)
         self._lock = threading.Lock()
         self._reads, self._writes = _Turns(n_reads), _Turns(n_writes)
@@ -233,8 +240,7 @@ class CallPool:
         timer.cancel()
         turns.running.discard(task)
         if task.cancelled():
-            # Also when the interpreter ends, and nobody has closed the pool.
-            outcome: int | str | None = self._late() if self._loop.time() >= chunk.until else CLOSED
+            outcome: int | str | None = CLOSED if self._closed else self._late()
         else:
             error = task.exception()
             outcome = task.result() if error is None else self._reports.word(error)
@@ -254,7 +260,7 @@ class CallPool:
             while turns.waiting:
                 self._end(turns.waiting.popleft(), CLOSED)
             for task in turns.running:
-                task.cancel()
+                self._calls.gave_up |= task.cancel()
         self._note_idle()
 
     def _note_idle(self) -> None:
