@@ -138,7 +138,7 @@ def test_a_window_that_cannot_be_loaded_after_all_is_tried_further_ahead() -> No
         lies = chunks[1].name(18)
         del tier.records[lies]
         look_up = tier.lookup_batch
-        tier.lookup_batch = lambda asked, request: [  # type: ignore[method-assign]
+        tier.lookup_batch = lambda asked, request, required=None: [  # type: ignore[method-assign]
             has or asked.name(i) == lies for i, has in enumerate(look_up(asked, request))
         ]
         assert bench.load("a", 20, "r") == 18 * TOKENS

@@ -194,7 +194,7 @@ def test_a_reset_ends_the_question_and_the_next_one_is_about_the_new_generation(
 def test_a_tier_that_invents_what_it_has_costs_one_load_a_request() -> None:
     with Bench(tiers=[puppet()]) as bench:
         tier = puppet_of(bench)
-        tier.lookup_batch = lambda chunks, request: [True] * len(chunks)  # type: ignore[method-assign]
+        tier.lookup_batch = lambda chunks, request, required=None: [True] * len(chunks)  # type: ignore[method-assign]
         bench.store("a", 2)
         bench.settle()
         assert bench.load("a", 6, "r") == 2 * TOKENS
