@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 #: An object of at most so many bytes is read at once; a larger one in pieces: who makes one has the interpreter.
 _AT_ONCE_BYTES, _PIECE_BYTES = 16 << 20, 512 << 10
 #: Names of objects that the client hands over at a time, for the same reason. (Stores send a thousand.)
-_NAMES = 200
+_NAMES = 100
 #: A large object is sent in parts of so many bytes, so many at the same time.
 _PART_BYTES, _PARTS = 8 << 20, 4
 #: What was not read to its end is let go of within so many seconds.

@@ -12,7 +12,7 @@ import concurrent.futures
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -135,22 +135,32 @@ ChunkCall = Callable[[int], Coroutine[Any, Any, "int | None"]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk that waits for its turn. until: when nobody waits for it any more (``time.monotonic``)."""
+class _Work:
+    """A job whose chunks from ``left`` on wait. until: when nobody waits for it any more (``time.monotonic``)."""
 
     job: OpenJob
-    index: int
     call: ChunkCall
     until: float
+    left: Iterator[int]
 
 
 class _Turns:
-    """Chunks that wait, in order, and the calls that run, at most ``most`` at a time. For the loop's thread alone."""
+    """Jobs that wait, in order, and the calls that run, at most ``most`` at a time. For the loop's thread alone."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.waiting: deque[_Chunk] = deque()
+        self.waiting: deque[_Work] = deque()
         self.running: set[asyncio.Task[int | None]] = set()
+
+    def next(self) -> tuple[_Work, int] | None:
+        """The chunk whose turn it is, which does not wait any more."""
+        while self.waiting:
+            work = self.waiting[0]
+            index = next(work.left, None)
+            if index is not None:
+                return work, index
+            self.waiting.popleft()
+        return None
 
 
 class CallPool:
@@ -214,29 +224,31 @@ class CallPool:
             if self._closed:
                 raise TierClosedError(f"tier {self._tier!r} is closed")
             if n:
-                chunks = [_Chunk(job, index, call, until) for index in range(n)]
-                self._loop.call_soon_threadsafe(self._take, turns, chunks)
+                work = _Work(job, call, until, iter(range(n)))
+                self._loop.call_soon_threadsafe(self._take, turns, work)
             else:
                 self._reports.end_empty(job)
 
     # ── the loop's thread ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, turns: _Turns, chunks: list[_Chunk]) -> None:
-        turns.waiting.extend(chunks)
+    def _take(self, turns: _Turns, work: _Work) -> None:
+        turns.waiting.append(work)
         self._go_on(turns)
 
     def _go_on(self, turns: _Turns) -> None:
-        while turns.waiting and len(turns.running) < turns.most:
-            chunk = turns.waiting.popleft()
-            if self._loop.time() >= chunk.until:
-                self._end(chunk, self._late())
+        while len(turns.running) < turns.most and (chunk := turns.next()) is not None:
+            work, index = chunk
+            if self._loop.time() >= work.until:
+                self._end(work, index, self._late())
                 continue
-            task = self._loop.create_task(chunk.call(chunk.index))
-            timer = self._loop.call_at(chunk.until, task.cancel)
+            task = self._loop.create_task(work.call(index))
+            timer = self._loop.call_at(work.until, task.cancel)
             turns.running.add(task)
-            task.add_done_callback(partial(self._ended, turns, chunk, timer))
+            task.add_done_callback(partial(self._ended, turns, work, index, timer))
 
-    def _ended(self, turns: _Turns, chunk: _Chunk, timer: asyncio.TimerHandle, task: asyncio.Task[int | None]) -> None:
+    def _ended(
+        self, turns: _Turns, work: _Work, index: int, timer: asyncio.TimerHandle, task: asyncio.Task[int | None]
+    ) -> None:
         timer.cancel()
         turns.running.discard(task)
         if task.cancelled():
@@ -244,21 +256,21 @@ class CallPool:
         else:
             error = task.exception()
             outcome = task.result() if error is None else self._reports.word(error)
-        self._end(chunk, outcome)
+        self._end(work, index, outcome)
         self._go_on(turns)
         if self._closed:
             self._note_idle()
 
-    def _end(self, chunk: _Chunk, outcome: int | str | None) -> None:
-        self._reports.end(chunk.job, range(chunk.index, chunk.index + 1), [outcome])
+    def _end(self, work: _Work, index: int, outcome: int | str | None) -> None:
+        self._reports.end(work.job, range(index, index + 1), [outcome])
 
     def _late(self) -> str:
         return self._reports.word(RemoteError("timeout", "nobody waits for it any more"))
 
     def _give_up(self) -> None:
         for turns in (self._reads, self._writes):
-            while turns.waiting:
-                self._end(turns.waiting.popleft(), CLOSED)
+            while (chunk := turns.next()) is not None:
+                self._end(*chunk, CLOSED)
             for task in turns.running:
                 self._calls.gave_up |= task.cancel()
         self._note_idle()
