@@ -378,9 +378,12 @@ def ghosts_of(policy: Policy) -> dict[str, list[tuple[int, int]]]:
     if not names:
         return {}
     ghosts: Any = policy._ghosts  # type: ignore[attr-defined]
-    sizes = policy.slots.class_bytes
+    records, sizes = ghosts.records, policy.slots.class_bytes
     return {
-        name: [(int(ghosts.word[g]), int(sizes[ghosts.kind[g] >> 2])) for g in walk(ghosts.ends, *ghosts[2:4], which)]
+        name: [
+            (int(records["word"][g]), int(sizes[records["kind"][g] >> 2]))
+            for g in walk(ghosts.ends, records["older"], records["newer"], which)
+        ]
         for which, name in enumerate(names)
     }
 
