@@ -8,7 +8,6 @@ import pytest
 from obstore.store import S3Store
 from s3_server import REGION, Server, running
 
-from tierkv.testing import leaks
 from tierkv.testing.leaks import no_leaked_fds, no_leaked_shm, no_leaked_threads  # noqa: F401
 
 
@@ -43,14 +42,6 @@ def bucket(s3: Server) -> Iterator[str]:
     s3.make_bucket(name)
     yield name
     s3.delete_bucket(name)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _patience() -> Iterator[None]:
-    """A connection that was still being made when its client went is closed when it has been idle for 15 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaks, "_PATIENCE_S", 20.0)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,19 @@ def test_close_while_a_listing_ends(s3: Server, bucket: str, monkeypatch: pytest
     go_on.set()
     closing.join(30)
     assert not closing.is_alive()
+
+
+def test_a_tier_that_is_closed_keeps_no_connection(s3: Server, bucket: str) -> None:
+    """The client's threads hold on to the last errors, which must not hold the client."""
+    for seed in range(10):
+        driver = driver_of(s3, bucket, list_interval_s=0.1)
+        driver.tier.lookup(some_chunks(1, seed=seed).name(0), REQUEST)
+        driver.fill([0, 1])
+        driver.store(some_chunks(2, seed=seed), [0, 1])
+        driver.load(some_chunks(2, seed=100), [2, 3])
+        client = weakref.ref(driver.tier._bucket.objects)  # type: ignore[attr-defined]
+        driver.close()
+        assert client() is None
 
 
 def test_without_listings_there_is_no_thread_for_them(s3: Server, bucket: str) -> None:

@@ -14,6 +14,7 @@ from tierkv.tiers.obj.client import (
     CallError,
     Problem,
     already_exists,
+    forget_frames,
     knows_no_conditions,
     open_target,
     translated,
@@ -59,7 +60,8 @@ class Objects:
         with _translated():
             try:
                 return self._found(await self._store.head_async(self._name(path)))
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                forget_frames(error)
                 return None
 
     async def find_all(self, paths: Sequence[str]) -> list[Found | None]:
@@ -99,6 +101,7 @@ class Objects:
             try:
                 await self._put(path, views, multipart=multipart, conditional=conditional)
             except Exception as error:
+                forget_frames(error)
                 if conditional and already_exists(error):
                     return False
                 if not (conditional and knows_no_conditions(error)):
@@ -126,7 +129,7 @@ class Objects:
     async def pages(self, prefix: str) -> AsyncGenerator[list[Found], None]:
         """All objects whose names begin with ``prefix``, a whole number of path segments, in pages."""
         with _translated():
-            async for page in self._store.list(self._name(prefix), chunk_size=_NAMES):
+            async for page in _items(self._store.list(self._name(prefix), chunk_size=_NAMES)):
                 yield [self._found(each) for each in page]
 
     async def directories(self) -> list[str]:
@@ -170,6 +173,17 @@ def _not_written(error: Exception) -> RemoteError:
     return found if isinstance(found, RemoteError) else CallError(Problem("refused", str(found), "bucket"))
 
 
+async def _items(stream: Any) -> AsyncGenerator[Any, None]:
+    """What a stream of the client has. Its end is an error, too: see ``forget_frames``."""
+    while True:
+        try:
+            item = await stream.__anext__()
+        except StopAsyncIteration as end:
+            forget_frames(end)
+            return
+        yield item
+
+
 async def _at_once(got: Any) -> AsyncGenerator[memoryview, None]:
     with _translated():
         yield memoryview(await got.bytes_async())
@@ -177,7 +191,7 @@ async def _at_once(got: Any) -> AsyncGenerator[memoryview, None]:
 
 async def _by_pieces(got: Any) -> AsyncGenerator[memoryview, None]:
     with _translated():
-        async for piece in got.stream(min_chunk_size=_PIECE_BYTES):
+        async for piece in _items(got.stream(min_chunk_size=_PIECE_BYTES)):
             yield memoryview(piece)
 
 

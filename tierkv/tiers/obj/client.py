@@ -86,7 +86,6 @@ def open_target(config: ObjTierConfig, retry_s: float) -> Target:
     client: dict[str, Any] = {
         "connect_timeout": _duration(config.connect_timeout_s),
         "timeout": _duration(config.timeout_s),
-        # One that is still being made when the client goes is closed only then.
         "pool_idle_timeout": _duration(_IDLE_S),
     }
     if store.ca_bundle:
@@ -164,8 +163,18 @@ class CallError(RemoteError):
 def translated(error: BaseException) -> RecordError | CallError:
     """``error``, of a call of the client, as one of tierkv's. To be raised ``from None``: what the client says contains
     what the server says, which may be anything."""
+    forget_frames(error)
     problem = problem_of(error)
     return RecordError(ABSENT, problem.detail) if problem.reason == ABSENT else CallError(problem)
+
+
+def forget_frames(error: BaseException) -> None:
+    """To be called with whatever a call of the client has raised, and was caught.
+
+    The client's threads let go of a call, and of its error, only when they run Python again, which may be never. The
+    error's frames hold the client, and with it all connections.
+    """
+    error.__traceback__ = None
 
 
 def already_exists(error: BaseException) -> bool:
