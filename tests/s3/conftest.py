@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 
 import obstore
 import pytest
 from obstore.store import S3Store
-from s3_server import REGION, Server, running
+from s3_server import REGION, Server, fresh_bucket, running
 
 from tierkv.testing.leaks import no_leaked_fds, no_leaked_shm, no_leaked_threads  # noqa: F401
 
@@ -18,30 +17,26 @@ def s3() -> Iterator[Server]:
     A first object is stored, for which a server may have to make room: two seconds of a new gateway.
     """
     with running() as server:
-        name = f"tierkv-{uuid.uuid4().hex}"
-        server.make_bucket(name)
-        store = S3Store(
-            name,
-            endpoint=server.endpoint,
-            access_key_id=server.access_key,
-            secret_access_key=server.secret_key,
-            region=REGION,
-            virtual_hosted_style_request=False,
-            client_options={"allow_http": True},
-        )
-        obstore.put(store, "first", b"object")
-        server.delete_bucket(name)
-        del store
+        with fresh_bucket(server) as name:
+            store = S3Store(
+                name,
+                endpoint=server.endpoint,
+                access_key_id=server.access_key,
+                secret_access_key=server.secret_key,
+                region=REGION,
+                virtual_hosted_style_request=False,
+                client_options={"allow_http": True},
+            )
+            obstore.put(store, "first", b"object")
+            del store
         yield server
 
 
 @pytest.fixture
 def bucket(s3: Server) -> Iterator[str]:
     """A bucket of the test's own."""
-    name = f"tierkv-{uuid.uuid4().hex}"
-    s3.make_bucket(name)
-    yield name
-    s3.delete_bucket(name)
+    with fresh_bucket(s3) as name:
+        yield name
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -122,6 +123,17 @@ def running() -> Iterator[Server]:
         return
     with _moto() as endpoint:
         yield _probed(endpoint)
+
+
+@contextmanager
+def fresh_bucket(server: Server) -> Iterator[str]:
+    """A bucket that nobody else uses, and that is deleted afterwards."""
+    name = f"tierkv-{uuid.uuid4().hex}"
+    server.make_bucket(name)
+    try:
+        yield name
+    finally:
+        server.delete_bucket(name)
 
 
 def needs_signatures(server: Server) -> None:

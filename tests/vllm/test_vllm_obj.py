@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from s3_proxy import AlterBody, CutBody, Delay, Fault, FaultProxy, Status, s3_error
-from s3_server import REGION, Server, running
+from s3_server import REGION, Server, fresh_bucket, running
 from vllm_harness import BLOCK, Engine, assert_shm_clean, connector, most_hits, same, shm_names, tokens, wait_for
 
 if TYPE_CHECKING:
@@ -25,10 +24,8 @@ def s3() -> Iterator[Server]:
 
 @pytest.fixture
 def bucket(s3: Server) -> Iterator[str]:
-    name = f"tierkv-{uuid.uuid4().hex}"
-    s3.make_bucket(name)
-    yield name
-    s3.delete_bucket(name)
+    with fresh_bucket(s3) as name:
+        yield name
 
 
 def obj(s3: Server, bucket: str, **fields: Any) -> dict[str, Any]:
