@@ -395,7 +395,7 @@ def test_a_tier_that_is_closed_keeps_no_connection(s3: Server, bucket: str) -> N
         driver.load(some_chunks(2, seed=100), [2, 3])
         client = weakref.ref(driver.tier._bucket.objects)  # type: ignore[attr-defined]
         driver.close()
-        assert client() is None
+        _wait(lambda of=client: of() is None, "the client's threads to let go of it")
 
 
 def test_without_listings_there_is_no_thread_for_them(s3: Server, bucket: str) -> None:

@@ -76,6 +76,7 @@ class Calls:
         finally:
             with self._lock:
                 self._waited_for.discard(future)
+            del future  # which has what it raised, whose frames have this one
 
     def stop(self) -> None:
         """Give up the calls that are waited for, and take no more."""
