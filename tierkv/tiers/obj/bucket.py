@@ -57,12 +57,13 @@ class Objects:
 
     async def find(self, path: str) -> Found | None:
         """The object, if it is there."""
-        with _translated():
-            try:
-                return self._found(await self._store.head_async(self._name(path)))
-            except FileNotFoundError as error:
-                forget_frames(error)
-                return None
+        try:
+            return self._found(await self._store.head_async(self._name(path)))
+        except FileNotFoundError as error:
+            forget_frames(error)
+            return None
+        except Exception as error:
+            raise translated(error) from None
 
     async def find_all(self, paths: Sequence[str]) -> list[Found | None]:
         """Which objects are there; they are asked for at the same time."""
@@ -78,8 +79,10 @@ class Objects:
         Args:
             expected: so many bytes it should have. One with more is not read at once.
         """
-        with _translated():
+        try:
             got = await self._store.get_async(self._name(path))
+        except Exception as error:
+            raise translated(error) from None
         found = self._found(got.meta)
         return found, _at_once(got) if found.nbytes <= min(expected, _AT_ONCE_BYTES) else _by_pieces(got)
 
@@ -128,26 +131,32 @@ class Objects:
 
     async def pages(self, prefix: str) -> AsyncGenerator[list[Found], None]:
         """All objects whose names begin with ``prefix``, a whole number of path segments, in pages."""
-        with _translated():
+        try:
             async for page in _items(self._store.list(self._name(prefix), chunk_size=_NAMES)):
                 yield [self._found(each) for each in page]
+        except Exception as error:
+            raise translated(error) from None
 
     async def directories(self) -> list[str]:
         """The first segments of all names that have more than one."""
-        with _translated():
+        try:
             found = await self._store.list_with_delimiter_async(self._prefix or None)
+        except Exception as error:
+            raise translated(error) from None
         return [path.rpartition("/")[2] for path in found["common_prefixes"]]
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Remove objects, whether they are there or not."""
         names = [self._name(path) for path in paths]
-        with _translated():
+        try:
             try:
                 await self._store.delete_async(names)
             except FileNotFoundError:  # not of S3, which does not mind
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         await self._store.delete_async(name)
+        except Exception as error:
+            raise translated(error) from None
 
     def _found(self, meta: Mapping[str, Any]) -> Found:
         skipped = len(self._prefix) + 1 if self._prefix else 0
@@ -155,16 +164,6 @@ class Objects:
 
     def _name(self, path: str) -> str:
         return f"{self._prefix}/{path}" if self._prefix else path
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except TierKVError:
-        raise
-    except Exception as error:
-        raise translated(error) from None
 
 
 def _not_written(error: Exception) -> RemoteError:
@@ -185,14 +184,18 @@ async def _items(stream: Any) -> AsyncGenerator[Any, None]:
 
 
 async def _at_once(got: Any) -> AsyncGenerator[memoryview, None]:
-    with _translated():
+    try:
         yield memoryview(await got.bytes_async())
+    except Exception as error:
+        raise translated(error) from None
 
 
 async def _by_pieces(got: Any) -> AsyncGenerator[memoryview, None]:
-    with _translated():
+    try:
         async for piece in _items(got.stream(min_chunk_size=_PIECE_BYTES)):
             yield memoryview(piece)
+    except Exception as error:
+        raise translated(error) from None
 
 
 class Bucket:
