@@ -73,6 +73,9 @@ class Calls:
             return future.result()
         except concurrent.futures.CancelledError:
             raise TierClosedError("closed") from None
+        except BaseException as error:
+            error.__traceback__ = None  # frames of the loop's thread have the error, too, and all that the call used
+            raise
         finally:
             with self._lock:
                 self._waited_for.discard(future)
