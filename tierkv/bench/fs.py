@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.bench import BenchError
-from tierkv.bench.report import Figure, Report, size_text
+from tierkv.bench.report import Case, Figure, Report
 from tierkv.bench.sides import Setup, Vllm, import_vllm, some_hashes, vllm_tiering
 from tierkv.bench.tiering import STEP_S, live, opened
 from tierkv.config import decode
@@ -99,21 +99,6 @@ class FsOptions:
     threads: int = 8
     rounds: int = 5
     against_vllm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """``count`` chunks of ``chunk_bytes`` bytes, a whole number of pages."""
-
-    chunk_bytes: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.chunk_bytes * self.count
-
-    def __str__(self) -> str:
-        return f"{self.count:,} × {size_text(self.chunk_bytes)}"
 
 
 def run(options: FsOptions, report: Report) -> None:

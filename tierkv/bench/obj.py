@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from tierkv.bench import BenchError, require
-from tierkv.bench.report import Figure, Report, installed, size_text
+from tierkv.bench.report import Case, Figure, Report, installed
 from tierkv.bench.sides import some_hashes
 from tierkv.config import decode
 from tierkv.errors import TierKVError
@@ -93,21 +93,6 @@ class ObjOptions:
     profile: str = ""
     nbytes: int = 512 << 20
     rounds: int = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """``count`` chunks of ``chunk_bytes`` bytes."""
-
-    chunk_bytes: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.chunk_bytes * self.count
-
-    def __str__(self) -> str:
-        return f"{self.count:,} × {size_text(self.chunk_bytes)}"
 
 
 class Spent(NamedTuple):

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import msgspec
@@ -156,6 +157,21 @@ def installed(*distributions: str) -> str | None:
 def size_text(nbytes: int) -> str:
     """A size that is a power of two, in the unit that shows it whole."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``count`` chunks of ``chunk_bytes`` bytes."""
+
+    chunk_bytes: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk_bytes * self.count
+
+    def __str__(self) -> str:
+        return f"{self.count:,} × {size_text(self.chunk_bytes)}"
 
 
 def _environment() -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tierkv.cli import reach
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -113,10 +115,7 @@ def add_parser(subparsers: Subparsers) -> None:
     fs.set_defaults(run=run_fs)
     obj = _bench(benches, "obj", "the obj tier, and what its store can do", _OBJ)
     obj.add_argument("--url", required=True, help="where to write: s3://bucket/prefix, or what else the tier knows")
-    obj.add_argument("--endpoint", default="", metavar="URL", help="of the server (default: AWS's of the region)")
-    obj.add_argument("--region", default="", metavar="NAME", help="default: that of the environment or AWS's files")
-    obj.add_argument("--ca-bundle", default="", metavar="FILE", help="certificates to trust beside the system's")
-    obj.add_argument("--profile", default="", metavar="NAME", help="which of AWS's configuration files")
+    reach.add_options(obj)
     _add_copies(obj, rounds=5, nbytes=512 << 20)
     obj.set_defaults(run=run_obj)
 
@@ -205,10 +204,10 @@ def run_obj(args: argparse.Namespace) -> int:
 
     options = obj.ObjOptions(
         url=args.url,
-        endpoint=args.endpoint,
-        region=args.region,
-        ca_bundle=args.ca_bundle,
-        profile=args.profile,
+        endpoint=args.endpoint or "",
+        region=args.region or "",
+        ca_bundle=args.ca_bundle or "",
+        profile=args.profile or "",
         nbytes=args.bytes,
         rounds=args.rounds,
     )

@@ -1,4 +1,4 @@
-"""What a process knows to be there: hints, so that a lookup of thousands of chunks need not ask the file system."""
+"""What a process knows to be there: hints, so that a lookup of thousands of chunks need not ask the storage."""
 
 from __future__ import annotations
 

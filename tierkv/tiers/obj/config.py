@@ -15,8 +15,9 @@ from tierkv.types import Locality
 
 Scheme = Literal["http", "https"]
 
-#: More than what is allowed today: there are old ones, and other stores.
+#: A part of a prefix, between slashes.
 _SEGMENT = re.compile(r"(?!\.{1,2}$)[^\x00-\x1f\x7f/]+")
+#: More than what is allowed today: there are old ones, and other stores.
 _BUCKET = re.compile(r"[\w.:-]{1,255}", re.ASCII)
 
 #: Never shown.
